@@ -5,8 +5,7 @@ import json
 import sys
 
 import pytest
-from checkout import ROOT
-from recipe_fixtures import write_recipe
+from recipe_fixtures import ROOT, write_recipe
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs the extra flyte: make test-deploy installs it")

@@ -4,8 +4,7 @@ import json
 import sys
 
 import pytest
-from checkout import ROOT
-from recipe_fixtures import losses, run_elsewhere, write_recipe
+from recipe_fixtures import ROOT, losses, run_elsewhere, write_recipe
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("ray.train", reason="needs the extra ray: make test-deploy installs it")

@@ -10,12 +10,13 @@ import sys
 import torch
 import torch.distributed as dist
 from frozen_bases import adapted
-from parity import KeepGradients, logged_values
 from tiny_models import collate, ragged_rows
+from trainer_parity import logged_values
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.fp8 import feature as fp8_fields
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.verify.observed import KeepGradients
 
 
 def main(folder, world):
@@ -44,7 +45,7 @@ def main(folder, world):
         "bits": int(bits.long().sum()),
         "dtypes": sorted({str(layer.scale.dtype) for layer in layers}),
         "losses": logged_values(trainer, "loss"),
-        "grads": {name: grad.double().norm().item() for name, grad in save.grads.items()},
+        "grads": {name: grad.double().norm().item() for name, grad in save.steps[0].items()},
     }
     if args.process_index == 0:
         print(json.dumps(found))

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from datasets import Dataset
 from frozen_bases import adapted, fresh_state
 from launching import shard_on_cpus
-from parity import KeepGradients, logged_values
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import logged_values
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer, LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.fp8 import feature as fp8_fields
 from liger_trainer.fp8.frozen_layer import FrozenFP8Module
+from liger_trainer.verify.observed import KeepGradients
 
 # Name: the dtype in which the base is loaded, options. "resumed" continues from a checkpoint of the second step.
 CASES = {
@@ -63,7 +64,7 @@ def train(out, name, world):
         max_length=64,
         **({"save_strategy": "no", "gradient_checkpointing": False} | options),
     )
-    save = KeepGradients(whole)
+    save = KeepGradients()
     if name == "from a file":
         model = AutoModelForCausalLM.from_pretrained(f"{out}/model", dtype=dtype, attn_implementation="eager")
     elif name == "experts":
@@ -85,7 +86,7 @@ def train(out, name, world):
     held = [getattr(p, "_local_tensor", p) for p in base]
     return {
         "losses": logged_values(trainer, "loss"),
-        "grads": save.grads,
+        "grads": {name: whole(grad) for name, grad in save.steps[0].items()},
         "base": [whole(p).contiguous().view(torch.uint8) for p in base],
         "held": sum(tensor.nbytes for tensor in held),
         "gathered": str(getattr(policy_of(trainer), "param_dtype", None)),

@@ -12,18 +12,13 @@ import torch.distributed as dist
 from eagle_brute_force import eagle_target, eagle_trainer
 from mtp_bases import mtp_trainer
 from tiny_models import ragged_rows
-from transformers import TrainerCallback
 
-
-class SaveGradients(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        named = model.named_parameters()
-        self.grads = {n.removeprefix("module."): p.grad.clone() for n, p in named if p.grad is not None}
+from liger_trainer.verify.observed import KeepGradients
 
 
 def ddp(case, out, base):
     """One optimizer step over 16 rows in two micro-batches, on any number of processes; saves the heads."""
-    world, save = int(os.environ.get("WORLD_SIZE", 1)), SaveGradients()
+    world, save = int(os.environ.get("WORLD_SIZE", 1)), KeepGradients()
     options = {
         "trainer_options": {"callbacks": [save]},
         "max_steps": 1,
@@ -43,7 +38,7 @@ def ddp(case, out, base):
     trainer.train()
     trainer.save_model(out)
     logs = {k: v for k, v in trainer.state.log_history[0].items() if k not in ("epoch", "step", "learning_rate")}
-    return {"grads": save.grads, "logs": logs}
+    return {"grads": save.steps[0], "logs": logs}
 
 
 CASES = ("eagle", "eagle-recomputed", "mtp", "mtp-alone")

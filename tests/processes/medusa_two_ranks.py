@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from medusa_brute_force import medusa_trainer, model_with_heads
-from parity import KeepGradients
 from tiny_models import ragged_rows
+
+from liger_trainer.verify.observed import KeepGradients
 
 DDP = {
     "stage1-tied-hard": {},
@@ -37,7 +38,7 @@ def ddp(options, out):
     trainer.train()
     trainer.save_model(out)
     logs = {k: v for k, v in trainer.state.log_history[0].items() if k not in ("epoch", "step", "learning_rate")}
-    return {"grads": save.grads, "logs": logs}
+    return {"grads": save.steps[0], "logs": logs}
 
 
 if __name__ == "__main__":

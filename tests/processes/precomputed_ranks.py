@@ -9,8 +9,7 @@ import torch
 from datasets import load_dataset
 from launching import shard_on_cpus
 from peft import LoraConfig
-from tiny_models import tiny_model, tiny_tokenizer
-from trainer_parity import pair_rows
+from tiny_models import pair_rows, tiny_model, tiny_tokenizer
 
 import liger_trainer
 

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-import sft_runs
 import torch
 from tiny_models import tiny_model
+from trainer_parity import run
 
 from liger_trainer import LigerSFTTrainer
 
@@ -17,7 +17,7 @@ def main(folder):
     for name, options in (("without", {}), ("with", PROMPTS)):
         torch.manual_seed(5)
         model = tiny_model("llama", attention_dropout=0.2)
-        _, trainer = sft_runs.run(LigerSFTTrainer, model, folder / name, split=(4, 1), **options)
+        _, trainer = run(LigerSFTTrainer, model, folder / name, split=(4, 1), **options)
         weights[name] = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     different = [key for key, value in weights["with"].items() if not torch.equal(value, weights["without"][key])]
     assert not different, different

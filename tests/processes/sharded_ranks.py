@@ -18,9 +18,9 @@ from image_models import image_batch, image_model
 from launching import init_deepspeed, shard_on_cpus
 from medusa_sharded import ZERO3
 from peft import LoraConfig, get_peft_model
-from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from tiny_models import collate, pair_rows, ragged_rows, tiny_model, tiny_tokenizer
 from torch.distributed.tensor import DTensor
-from trainer_parity import letters, pair_rows
+from trainer_parity import letters
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from parity import KeepGradients
-from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
-from trainer_parity import pair_rows
+from tiny_models import collate, pair_rows, ragged_rows, tiny_model, tiny_tokenizer
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
+from liger_trainer.verify.observed import KeepGradients
 
 
 def train(trainer_class, args_class, out, accumulation=1, varlen=False, **options):
@@ -47,7 +46,7 @@ def train(trainer_class, args_class, out, accumulation=1, varlen=False, **option
     if varlen and world > 1:
         assert trainer.liger_report["varlen_attention"].swapped
     trainer.train()
-    return save.grads
+    return save.steps[0]
 
 
 def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
@@ -76,7 +75,7 @@ def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
         processing_class=tiny_tokenizer(),
         **({} if ref_model is None else {"ref_model": ref_model}),
     ).train()
-    return {f"{trainer_class.__name__}.{name}": grad for name, grad in save.grads.items()}
+    return {f"{trainer_class.__name__}.{name}": grad for name, grad in save.steps[0].items()}
 
 
 def pairs(out):
@@ -103,7 +102,8 @@ def sampled(out):
 
     import trl
     from engine_stand_in import EngineStandIn
-    from trainer_parity import build, letters, trained, with_reference, words
+    from tiny_models import words
+    from trainer_parity import build, letters, trained, with_reference
 
     import liger_trainer
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from checkout import ROOT
-from parity import LogitRows, largest_difference
+from tiny_models import LogitRows, largest_difference
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -41,10 +41,11 @@ def frozen(dtype=torch.float32, model=None, **options):
 
 def distance(got, want):
     """The relative distance of the losses, and of all gradients together."""
-    assert list(got) == list(want)
-    apart = sum(((got[n] - w).double() ** 2).sum() for n, w in want.items() if n != "loss")
-    size = sum((w.double() ** 2).sum() for n, w in want.items() if n != "loss")
-    return abs(float(got["loss"] / want["loss"]) - 1), float((apart / size) ** 0.5)
+    (loss, gradients), (want_loss, want_gradients) = got, want
+    assert list(gradients) == list(want_gradients)
+    apart = sum(((gradients[name] - grad).double() ** 2).sum() for name, grad in want_gradients.items())
+    size = sum((grad.double() ** 2).sum() for grad in want_gradients.values())
+    return abs(float(loss / want_loss) - 1), float((apart / size) ** 0.5)
 
 
 def built(model, tmp_path, trainer_class=LigerTrainer, **options):

@@ -6,6 +6,7 @@ import architectures
 import torch
 import transformers
 from PIL import Image
+from tiny_models import step
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -173,11 +174,8 @@ def _pixels(model, count, source):
 
 def image_step(model, batch):
     """Loss and gradients of one step. Leaves out the biases of keys: their gradients are only rounding."""
-    model.zero_grad()
-    outputs = model(**batch, use_cache=False)
-    outputs.loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return outputs.loss.detach(), {name: grad for name, grad in found.items() if not name.endswith("k_proj.bias")}
+    loss, found = step(model, batch)
+    return loss, {name: grad for name, grad in found.items() if not name.endswith("k_proj.bias")}
 
 
 QWEN = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}

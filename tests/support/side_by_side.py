@@ -1,10 +1,9 @@
 """Run a stock and a patched model side by side under the same hooks, and compare the outcomes."""
 
-import parity
 import pytest
+import tiny_models
 import torch
-from parity import gradients
-from tiny_models import collate, ragged_rows, tiny_model
+from tiny_models import collate, gradients, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import apply_liger
@@ -115,4 +114,4 @@ def assert_same_step(got, want, dtype):
         assert got is want, f"stock raises {want.__name__}"
         return
     assert not isinstance(got, type), f"ours raises {got.__name__}"
-    parity.assert_same_step(got, want, rtol)
+    tiny_models.assert_same_step(got, want, rtol)

@@ -1,9 +1,16 @@
-"""Tiny random models of real architectures, a tokenizer and rows, for tests that need no download."""
+"""Tiny random models of real architectures, a tokenizer and rows, and one step of a model beside another's.
+
+A test gets a model from `tiny_model`; rows of tokens from `ragged_rows`, or of text from `text_rows`, `kto_rows` and
+`pair_rows`; and a batch of rows from `collate`. `step` gives the loss and the gradients of a batch, and
+`assert_same_step` compares two such results. `LargestTensor` and `LogitRows` see the tensors that a step makes.
+"""
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -220,6 +227,45 @@ def text_rows(n=16, seed=2):
     return rows
 
 
+def words(generator, low, high):
+    length = int(torch.randint(low, high, (), generator=generator))
+    return text_of(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+
+
+def text_of(ids):
+    return " ".join(f"w{i}" for i in ids)
+
+
+def kto_rows(n=8, seed=4):
+    """Prompts with one labelled completion each, two good ones for each bad one."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"prompt": words(generator, 2, 8), "completion": " " + words(generator, 2, 9), "label": i % 3 != 1}
+        for i in range(n)
+    ]
+
+
+def pair_rows(n=8, seed=4):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "prompt": words(generator, 2, 8),
+            "chosen": " " + words(generator, 2, 9),
+            "rejected": " " + words(generator, 2, 9),
+        }
+        for _ in range(n)
+    ]
+
+
+def ragged_pairs(n=8):
+    """Prompts, chosen and rejected of very unequal lengths."""
+    ids = [row["input_ids"] for row in ragged_rows(2 * n, seed=5)]
+    return [
+        {"prompt": text_of(a[:3]), "chosen": " " + text_of(a[3:]), "rejected": " " + text_of(b)}
+        for a, b in zip(ids[:n], ids[n:], strict=True)
+    ]
+
+
 def collate(rows):
     """Right-pads `ragged_rows` to the longest."""
     width = max(len(row["input_ids"]) for row in rows)
@@ -229,3 +275,105 @@ def collate(rows):
 
     mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows])
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
+
+
+NO_HEAD = {"fused_linear_cross_entropy": False}
+
+
+def whole_batch(rows=2, length=24, seed=3):
+    """Rows of one length, all of it labelled."""
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def gradients(model):
+    """Copies of the gradients that `model` has now, by the names of its weights."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step(model, call=None, autocast=None, seed=1, backwards=1, **options):
+    """The loss of a batch, and all gradients by name. A dropout draws the same numbers in each call.
+
+    `call` has the arguments of the model, by default four ragged rows; `options` are further ones.
+    """
+    call = collate(ragged_rows(4)) if call is None else call
+    model.zero_grad()
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        loss = model(**{"use_cache": False} | call | options).loss
+    for left in reversed(range(backwards)):
+        loss.backward(retain_graph=left > 0)
+    return loss.detach(), gradients(model)
+
+
+def assert_same_gradients(got, want, rtol=1e-5, floor=1e-3):
+    """Compare gradients by name: the same names in the same order, dtypes, and each tensor by the norm of its error.
+
+    Errors are relative to each gradient's norm, or to `floor` times the largest norm. With a `floor` of 0, a gradient
+    of nothing but rounding must agree too.
+    """
+    assert list(got) == list(want), got.keys() ^ want.keys()
+    largest = max(grad.double().norm() for grad in want.values())
+    for name, grad in want.items():
+        assert got[name].dtype == grad.dtype, f"{name}: {got[name].dtype}, stock {grad.dtype}"
+        error = (got[name].double() - grad.double()).norm()
+        size = grad.double().norm()
+        assert error <= rtol * max(size, floor * largest), f"{name}: error {error:.1e} of {size:.1e}"
+
+
+def assert_same_step(got, want, rtol=1e-5, floor=1e-3):
+    """Compare two results of `step`."""
+    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=0)
+    assert_same_gradients(got[1], want[1], rtol, floor)
+
+
+# The decay of the gated delta rule. Its gradient is what is left of sums that cancel. In stock's qwen3_next it changes
+# by 0.6e-5 to 2.7e-5 where all weights move by half of their last bit; other weights' gradients by 0.7e-5 at most.
+CANCELLING = ("linear_attn.A_log", "linear_attn.dt_bias")
+
+
+def largest_difference(got, want):
+    """The largest relative difference of the loss or of any gradient in two results of `step`.
+
+    Relative to the largest element of that gradient, or to 1e-3 of the largest of all: k biases have noise around zero.
+    A fifth of the difference counts for `CANCELLING`: there, processors differ by more than 1e-5.
+    """
+    assert got[1].keys() == want[1].keys()
+    floor = 1e-3 * max(g.abs().max() for g in want[1].values())
+    worst = ((got[0] - want[0]).abs() / want[0].abs()).item()
+    for name, gradient in want[1].items():
+        difference = (got[1][name] - gradient).abs().max() / gradient.abs().max().clamp(min=floor)
+        worst = max(worst, difference.item() / (5 if name.endswith(CANCELLING) else 1))
+    return worst
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the elements of the largest floating-point tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.numel = max(self.numel, x.numel())
+        return result
+
+
+class LogitRows(TorchDispatchMode):
+    """The most rows of a vocabulary, or of any other dimension of its size, that one tensor of floats had."""
+
+    def __init__(self, vocab=VOCAB):
+        super().__init__()
+        self.vocab, self.rows = vocab, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            logits = isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] == self.vocab
+            if logits and x.untyped_storage().data_ptr() not in known:  # a view, such as a transposed head, is not new
+                self.rows = max(self.rows, x.numel() // self.vocab)
+        return result

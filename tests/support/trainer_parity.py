@@ -1,30 +1,70 @@
-"""Train a stock trainer of TRL and ours side by side, and compare every gradient and every logged number.
+"""Train a stock trainer and ours side by side, and compare every gradient and every logged number.
 
-`build` makes a trainer of any method, `build_pairs` one of ORPO or CPO and `build_dpo` one of DPO, the latter two with
-rows of their own. `assert_same_training` trains two of them. `assert_same_step` compares the results of `step`, which
-runs one batch without an optimizer. `Limits` says how far numbers may be apart.
+A test gets its trainers from one of these:
+
+- `run`: two steps of `Trainer` or `SFTTrainer` with Adam, and the numbers that each step logged.
+- `build`: a trainer of any class on given rows, with plain SGD.
+- `build_pairs` and `build_dpo`: one of ORPO or CPO, and one of DPO, on rows of their own.
+- `one`: a trainer of any TRL method (`STOCK`, or `ours(method)`) with rows, a reference and a reward.
+
+`assert_same_training` trains two of them. `assert_same_step` compares the results of `step`, which runs one batch
+without an optimizer. `Limits` says how far numbers may be apart.
 """
 
 import ast
 import copy
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 
+import pytest
 import torch
+import trl
 from datasets import Dataset
-from parity import KeepGradients, LargestTensor, assert_same_gradients, without_times
-from peft import LoraConfig
-from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
+from peft import LoraConfig, get_peft_model
+from tiny_models import (
+    LargestTensor,
+    assert_same_gradients,
+    collate,
+    pair_rows,
+    ragged_pairs,
+    ragged_rows,
+    text_rows,
+    tiny_model,
+    tiny_tokenizer,
+    words,
+)
+from transformers import TrainingArguments
 from transformers.trainer_utils import set_seed
-from trl import DPOConfig
+from trl import DPOConfig, SFTConfig, SFTTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
 
-from liger_trainer import LigerDPOConfig, LigerDPOTrainer
+import liger_trainer
+from liger_trainer import (
+    LigerDPOConfig,
+    LigerDPOTrainer,
+    LigerSFTConfig,
+    LigerTrainingArguments,
+)
 from liger_trainer.trainers.base import LigerTrainerMixin
+from liger_trainer.verify.observed import KeepGradients
 
-SPLITS = [(4, 1), (1, 4)]
+SPLITS = [(8, 1), (4, 2), (1, 8)]
+LLAMA_AND_SLOWLY_QWEN3 = ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
+OFTEN = [("llama", "full", "plain"), ("llama", "lora", "checkpointing"), ("gemma2", "full", "plain")]
+CELLS = [  # marked slow: rarely used combinations
+    pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.slow)
+    for cell in itertools.product(("llama", "qwen3", "gemma2", "granite"), ("full", "lora"), ("plain", "checkpointing"))
+]
+# Adam's first steps take the sign of a gradient, even of one that is only rounding.
+SGD = {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "per_device_eval_batch_size": 4}
+SFT_METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+
+PAIR_SPLITS = [(4, 1), (1, 4)]
 LORA = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 WORDS = 4096  # the vocabulary of `assert_no_logits`
 CHUNK_BYTES = 8 * 4 * WORDS  # eight rows of logits at a time, in fp32
@@ -74,109 +114,106 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/acc
 DPO_LIMITS = Limits(dict.fromkeys((*REWARDS, "logits/chosen", "logits/rejected"), 0.2), floor=0.0, steps=1, finite=True)
 
 
-def words(generator, low, high):
-    length = int(torch.randint(low, high, (), generator=generator))
-    return text_of(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
-
-
-def text_of(ids):
-    return " ".join(f"w{i}" for i in ids)
-
-
-def kto_rows(n=8, seed=4):
-    """Prompts with one labelled completion each, two good ones for each bad one."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {"prompt": words(generator, 2, 8), "completion": " " + words(generator, 2, 9), "label": i % 3 != 1}
-        for i in range(n)
-    ]
-
-
-def pair_rows(n=8, seed=4):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {
-            "prompt": words(generator, 2, 8),
-            "chosen": " " + words(generator, 2, 9),
-            "rejected": " " + words(generator, 2, 9),
-        }
-        for _ in range(n)
-    ]
-
-
-def ragged_pairs(n=8):
-    """Prompts, chosen and rejected of very unequal lengths."""
-    ids = [row["input_ids"] for row in ragged_rows(2 * n, seed=5)]
-    return [
-        {"prompt": text_of(a[:3]), "chosen": " " + text_of(a[3:]), "rejected": " " + text_of(b)}
-        for a, b in zip(ids[:n], ids[n:], strict=True)
-    ]
-
-
 def arguments(args_class, trainer_class, folder, split, **options):
     """The arguments that all these trainers share, and `options`."""
-    return args_class(
-        output_dir=str(folder / trainer_class.__name__),
-        per_device_train_batch_size=split[0],
-        gradient_accumulation_steps=split[1],
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **({"gradient_checkpointing": False, "bf16": False} | options),
-    )
+    shared = {
+        "output_dir": str(folder / trainer_class.__name__),
+        "per_device_train_batch_size": split[0],
+        "gradient_accumulation_steps": split[1],
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return args_class(**(shared | options))
+
+
+def trainer_on(rows, trainer_class, args, model, given):
+    """A trainer of a copy of `model`. With an evaluation, it has the same rows."""
+    rows = Dataset.from_list(rows)
+    given = {"processing_class": tiny_tokenizer(), "train_dataset": rows} | given
+    if args.eval_strategy != "no":
+        given.setdefault("eval_dataset", rows)
+    return trainer_class(model=copy.deepcopy(model), args=args, **given)
+
+
+def run(
+    trainer_class, model, folder, split=(8, 1), rows=None, eval_rows=None, train=True, trainer_options=None, **options
+):
+    """Train two steps of 8 rows with `Trainer` or `SFTTrainer`, stock or ours.
+
+    Returns the metrics of every step and the trainer. These are the loss and the gradient norm, or `SFT_METRICS`.
+    Without `train`, the metrics are None.
+    """
+    is_sft = issubclass(trainer_class, SFTTrainer)
+    is_ours = issubclass(trainer_class, LigerTrainerMixin)
+    rows = rows or ragged_rows()
+    given = trainer_options or {}
+    options = {"num_train_epochs": 1, "learning_rate": 1e-2} | options
+    if is_sft:
+        options.setdefault("max_length", 64)
+        args = arguments(LigerSFTConfig if is_ours else SFTConfig, trainer_class, folder, split, **options)
+        trainer = trainer_on(rows, trainer_class, args, model, given)
+        reuse_rows(trainer)
+    else:
+        options.setdefault("remove_unused_columns", False)
+        args_class = LigerTrainingArguments if is_ours else TrainingArguments
+        args = arguments(args_class, trainer_class, folder, split, **options)
+        given = {"train_dataset": rows, "eval_dataset": eval_rows, "data_collator": collate} | given
+        trainer = trainer_class(model=copy.deepcopy(model), args=args, **given)
+    if not train:
+        return None, trainer
+    trainer.train()
+    names = SFT_METRICS if is_sft else ("loss", "grad_norm")
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return torch.tensor([[log[name] for name in names] for log in logs], dtype=torch.float64), trainer
+
+
+def reuse_rows(trainer):
+    """Evaluate on the training rows. TRL would prepare the same rows a second time, which takes as long as a step."""
+    if trainer.eval_dataset is None:
+        trainer.eval_dataset = trainer.train_dataset
+
+
+def assert_same_numbers(got, want, rtol=1e-5):
+    """Compare two results of `run`, number by number."""
+    torch.testing.assert_close(got, want, rtol=rtol, atol=0)
 
 
 def build(trainer_class, args_class, model, folder, rows, split=(4, 1), trainer_options=None, **options):
     """A trainer with plain SGD, which passes an error in a gradient on as it is. Adam enlarges errors of tiny ones."""
-    defaults = {"learning_rate": 0.1, "max_steps": 1, "optim": "sgd", "per_device_eval_batch_size": 4}
-    defaults["max_grad_norm"] = 0.0
-    args = arguments(args_class, trainer_class, folder, split, **(defaults | options))
-    rows = Dataset.from_list(rows)
-    given = {"processing_class": tiny_tokenizer(), "train_dataset": rows}
-    given |= {name: copy.deepcopy(value) for name, value in (trainer_options or {}).items()}
-    if "eval_strategy" in options:
-        given.setdefault("eval_dataset", rows)
-    trainer = trainer_class(model=copy.deepcopy(model), args=args, **given)
+    options = SGD | {"max_steps": 1} | options
+    args = arguments(args_class, trainer_class, folder, split, **options)
+    trainer = trainer_on(rows, trainer_class, args, model, copy.deepcopy(trainer_options or {}))
     if isinstance(trainer, LigerTrainerMixin) and trainer.model.get_output_embeddings() is not None:
         assert trainer.uses_fused_head == (trainer.args.use_liger and trainer.args.liger_config is None)
     return trainer
 
 
-def build_pairs(
-    trainer_class, args_class, model, folder, split=(4, 1), tokenizer=None, trainer_options=None, **options
-):
+def build_pairs(trainer_class, args_class, model, folder, split=(4, 1), trainer_options=None, **options):
     """A trainer of two steps over `pair_rows()`. TRL turns dropout off by default; it would draw other numbers."""
-    defaults = {"learning_rate": 1e-2, "num_train_epochs": 1, "per_device_eval_batch_size": 3}
-    args = arguments(args_class, trainer_class, folder, split, **(defaults | options))
-    rows = Dataset.from_list(pair_rows())
-    evaluates = args.eval_strategy != "no" or getattr(args, "precompute_ref_log_probs", False)
-    trainer = trainer_class(
-        model=model if isinstance(model, str) else copy.deepcopy(model),
-        args=args,
-        train_dataset=rows,
-        eval_dataset=rows if evaluates else None,
-        processing_class=tokenizer or tiny_tokenizer(),
-        **(trainer_options or {}),
-    )
-    if trainer.eval_dataset is None:  # TRL would prepare the same rows a second time
-        trainer.eval_dataset = trainer.train_dataset
+    options = {"learning_rate": 1e-2, "num_train_epochs": 1, "per_device_eval_batch_size": 3} | options
+    args = arguments(args_class, trainer_class, folder, split, **options)
+    given = dict(trainer_options or {})
+    if getattr(args, "precompute_ref_log_probs", False):
+        given["eval_dataset"] = Dataset.from_list(pair_rows())
+    trainer = trainer_on(pair_rows(), trainer_class, args, model, given)
+    reuse_rows(trainer)
     return trainer
 
 
 def build_dpo(trainer_class, model, folder, split=(4, 1), rows=None, trainer_options=None, **options):
     """A trainer of two steps over `ragged_pairs()`. Without an adapter, its reference is another model."""
     args_class = LigerDPOConfig if issubclass(trainer_class, LigerDPOTrainer) else DPOConfig
-    # Adam's first steps take the sign of a gradient, even of one that is only rounding.
-    defaults = {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "max_length": 64, "num_train_epochs": 1}
-    defaults["per_device_eval_batch_size"] = 4
-    args = arguments(args_class, trainer_class, folder, split, **(defaults | options))
-    given = {"processing_class": tiny_tokenizer()} | (trainer_options or {})
+    options = SGD | {"max_length": 64, "num_train_epochs": 1} | options
+    args = arguments(args_class, trainer_class, folder, split, **options)
+    given = dict(trainer_options or {})
     if not hasattr(model, "peft_config") and "peft_config" not in given:
         given.setdefault("ref_model", tiny_model(model.config.model_type, seed=7))
-    rows = Dataset.from_list(rows or ragged_pairs())
-    return trainer_class(model=copy.deepcopy(model), args=args, train_dataset=rows, **given)
+    return trainer_on(rows or ragged_pairs(), trainer_class, args, model, given)
 
 
 def letters(completions, **columns):
@@ -195,6 +232,23 @@ def lora(**options):
     return LoraConfig(r=4, lora_alpha=8, target_modules=LORA, **options)
 
 
+def with_lora(model, targets):
+    """`model` with a LoRA on `targets`; no part of the LoRA is zero."""
+    torch.manual_seed(3)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # B starts at zero, which would hide a missing gradient of A
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+class Plain:
+    """The stock loss, written as a user's own. It must get whatever the stock trainer adds to its loss."""
+
+    def token_loss(self, outputs, inputs):
+        return -outputs.log_probs
+
+
 def moved(trainer, part="lora_B"):
     """`trainer` with random values in adapter weights named like `part`. LoRA starts with B = 0, as the reference."""
     generator = torch.Generator().manual_seed(11)
@@ -204,8 +258,60 @@ def moved(trainer, part="lora_B"):
     return trainer
 
 
+# Each method's trainer and config
+STOCK = {
+    method: (getattr(trl, f"{method}Trainer"), getattr(trl, f"{method}Config"))
+    for method in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
+}
+STOCK |= {"ORPO": (ORPOTrainer, ORPOConfig), "CPO": (CPOTrainer, CPOConfig)}
+
+
+def ours(method):
+    """Our trainer and its config, for a key of `STOCK`."""
+    return getattr(liger_trainer, f"Liger{method}Trainer"), getattr(liger_trainer, f"Liger{method}Config")
+
+
+def method_rows(method):
+    """Eight rows that the trainers of `method` take."""
+    generator = torch.Generator().manual_seed(4)
+    if method == "SFT":
+        return text_rows(8)
+    if method in ("DPO", "ORPO", "CPO"):
+        return pair_rows()
+    rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
+    if method == "KTO":
+        return [row | {"completion": f" w{i + 3} w9", "label": i % 3 != 1} for i, row in enumerate(rows)]
+    return rows
+
+
+def one(method, classes, folder, model=None, **options):
+    """One trainer, `STOCK[method]` or `ours(method)`, with everything it needs: rows, a reference, a reward."""
+    given = {}
+    if method in ("GRPO", "RLOO"):
+        options = {"num_generations": 2, "max_completion_length": 6} | options
+        given = {"reward_funcs": letters}
+    if method == "Distillation":
+        options = {"max_completion_length": 6} | options
+        given = {"teacher_model": tiny_model("llama", seed=7)}
+    if method in ("DPO", "KTO"):
+        given = {"ref_model": tiny_model("llama", seed=7)}
+    if method == "RLOO":
+        options["beta"] = 0.0  # otherwise it would load a reference
+    model = model or tiny_model("llama")
+    return build(*classes, model, folder, method_rows(method), trainer_options=given, **options)
+
+
 def batch_of(trainer):
     return next(iter(trainer.get_train_dataloader()))
+
+
+def logged_values(trainer, name):
+    """The values of `name` in the logs of a trainer."""
+    return [log[name] for log in trainer.state.log_history if name in log]
+
+
+def without_times(log):
+    return {name: value for name, value in log.items() if "time" not in name and "_per_second" not in name}
 
 
 def trained(trainer):
@@ -307,13 +413,6 @@ def assert_no_logits(ours, stock):
 
 def assert_head_is_ours(trainer):
     assert isinstance(trainer, LigerTrainerMixin) and trainer.uses_fused_head
-
-
-def logps_of_logits(model, batch):
-    """Sum of the log-probabilities of each completion, from real logits."""
-    log_p = torch.log_softmax(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits, -1)
-    per_token = log_p[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    return (per_token * batch["completion_mask"][:, 1:]).sum(1).chunk(2)
 
 
 def loss_types(trainer_class) -> list[str]:

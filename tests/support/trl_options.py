@@ -15,8 +15,8 @@ from peft import (
     PromptTuningConfig,
     VeraConfig,
 )
-from tiny_models import tiny_model, tiny_tokenizer
-from trainer_parity import assert_same_training, build, moved, words
+from tiny_models import tiny_model, tiny_tokenizer, words
+from trainer_parity import assert_same_training, build, moved
 from transformers import set_seed
 
 # Conversations with roles, turns and tools in the tiny tokenizer's words. Answers are marked for `assistant_only_loss`.

@@ -1,13 +1,21 @@
-"""Batches with padding, and one step of a tiny model on them, for the tests of `liger_trainer.varlen`."""
+"""Models and batches with padding for the tests of `liger_trainer.varlen`, and a recorder that captures steps on a CPU.
 
+`RerunRecorder` runs recorded Python again on the same buffers. It tests captured steps without a GPU, except what only
+a GPU has: streams, memory and random numbers in graphs.
+"""
+
+import contextlib
+import functools
+import itertools
 import warnings
 
 import torch
 from attentions import with_own_attention
-from parity import CANCELLING, assert_same_step
-from tiny_models import VOCAB, tiny_model
+from tiny_models import CANCELLING, VOCAB, assert_same_step, tiny_model
 
 from liger_trainer import apply_liger
+from liger_trainer.trainers import cuda_graphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs
 
 ON = {"varlen_attention": True}
 LENGTHS = (7, 1, 20, 13)
@@ -41,13 +49,6 @@ def batch(lengths=LENGTHS, side="right", width=20, prompt=2):
     real = (from_start >= 0) & (from_start < count)
     labels = ids.masked_fill(~real | (from_start < prompt), -100)
     return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
-
-
-def step(model, call):
-    model.zero_grad()
-    outputs = model(**call, use_cache=False)
-    outputs.loss.backward()
-    return outputs.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same_with_states(got, want):
@@ -87,3 +88,71 @@ def waits_for_gpu(function):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [f"{x.filename}:{x.lineno}" for x in found if "synchronizing CUDA operation" in str(x.message)]
+
+
+class Rerun:
+    """The recording of one function. Its results stay in the tensors that the first run made."""
+
+    def __init__(self, function):
+        self.function, self.replays = function, 0
+
+    def replay(self):
+        self.replays += 1
+        self.function()
+
+
+class RerunRecorder:
+    """Replaces `CudaGraphRecorder`. `free` is the number of bytes it reports as left."""
+
+    def __init__(self, device=None):
+        self.free = 1 << 40
+        self.recorded = 0
+        self.failures = 0
+        self.fails = None
+        self.pools = 0
+        self.seconds = itertools.cycle([1.0, 0.5])  # calls of the Python code, and of its replay
+
+    @contextlib.contextmanager
+    def warm_up(self):
+        yield
+
+    def record(self, function):
+        self.recorded += 1
+        if self.fails is not None:
+            raise self.fails
+        return Rerun(function)
+
+    def begin_pool(self):
+        self.pools += 1
+
+    def random_state(self):
+        return torch.get_rng_state()
+
+    def set_random_state(self, state):
+        torch.set_rng_state(state)
+
+    def bytes_free(self):
+        return self.free
+
+    def make_room(self, size):
+        return size <= self.free
+
+    def after_failure(self):
+        self.failures += 1
+
+    def seconds_of(self, run):
+        run()
+        return next(self.seconds)
+
+
+def capture_on_cpu(monkeypatch, recorder=RerunRecorder):
+    """Have trainers on a CPU capture their steps with `RerunRecorder`. Return the recorders as they are made."""
+    recorders = []
+
+    def make_recorder(device):
+        recorders.append(recorder())
+        return recorders[-1]
+
+    monkeypatch.setattr(cuda_graphs, "CAPTURES_ON", ("cpu",))
+    monkeypatch.setattr(cuda_graphs, "StepGraphs", functools.partial(StepGraphs, make_recorder))
+    return recorders

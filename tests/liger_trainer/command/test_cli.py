@@ -11,10 +11,9 @@ import time
 
 import pytest
 import torch
-from checkout import ROOT
-from gguf_models import GGUF_VOCAB, write_gguf
+from base_checkpoints import GGUF_VOCAB, write_gguf
 from launching import PROCESSES
-from recipe_fixtures import command, losses, run_elsewhere, write_recipe
+from recipe_fixtures import ROOT, command, losses, run_elsewhere, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from liger_trainer.command import processes

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from eagle_brute_force import eagle_target, eagle_trainer
-from medusa_fixtures import ENDS, prompts_of
+from medusa_brute_force import ENDS, prompts_of
 from tiny_models import VOCAB
 
 from liger_trainer.data.answers import answer

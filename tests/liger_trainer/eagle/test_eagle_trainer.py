@@ -8,9 +8,9 @@ import torch
 from accelerate import DistributedType
 from datasets import Dataset
 from eagle_brute_force import LAYERS, eagle_target, eagle_trainer, with_random_drafter
-from parity import logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import logged_values
 
 from liger_trainer import EagleDrafter, LigerEagleConfig, LigerEagleTrainer, LigerSFTConfig
 from liger_trainer.eagle.drafter import EagleDrafter as Drafter

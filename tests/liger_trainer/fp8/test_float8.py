@@ -19,7 +19,7 @@ from liger_trainer.patching.core.binding import Binding
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 from fp8_models import LAYERS, RTOL, config_of, fp8_model, patched  # noqa: E402
-from parity import assert_same, step  # noqa: E402
+from tiny_models import assert_same_gradients, assert_same_step, step  # noqa: E402
 from torchao.float8 import CastConfig, ScalingGranularity, ScalingType  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 
@@ -71,7 +71,7 @@ def test_one_layer(options, variant, dtype, rtol, ours):
         results.append({"y": y.detach(), "x": x.grad, "weight": module.weight.grad})
         x.grad = None
     assert len(ours) == 1
-    assert_same(*results, rtol)
+    assert_same_gradients(*results, rtol, floor=0)
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 5e-3), (torch.bfloat16, 2e-2)], ids=str)
@@ -86,7 +86,7 @@ def test_the_numbers_are_torchao_s(options, variant, dtype, rtol, ours):
     report = patched(model)
     assert set(report.swapped.values()) == {variant} and len(report.swapped) == LAYERS
     ours.clear()
-    assert_same(step(model), want, rtol)
+    assert_same_step(step(model), want, rtol, floor=0)
     assert len(ours) == LAYERS
 
 
@@ -94,7 +94,7 @@ def test_with_a_bias(ours):
     want = step(fp8_model("llama", attention_bias=True))
     model = fp8_model("llama", attention_bias=True)
     assert "tensorwise, gradients in e5m2, with bias" in patched(model).swapped.values()
-    assert_same(step(model), want, rtol=RTOL)
+    assert_same_step(step(model), want, rtol=RTOL, floor=0)
 
 
 def test_inside_the_other_operations(ours):
@@ -107,7 +107,7 @@ def test_inside_the_other_operations(ours):
     ours.clear()
     got = step(model)
     assert len(ours) == LAYERS
-    assert_same(got, want, rtol=RTOL)
+    assert_same_step(got, want, rtol=RTOL, floor=0)
 
 
 def kept_bytes(model):
@@ -271,13 +271,13 @@ def test_copies_pickles_and_removal(ours):
     twin = copy.deepcopy(model)
     ours.clear()
     want = step(model)
-    assert_same(step(twin), want, rtol=RTOL)
+    assert_same_step(step(twin), want, rtol=RTOL, floor=0)
     assert len(ours) == 2 * LAYERS
     layer = pickle.loads(pickle.dumps(model.model.layers[0].mlp.up_proj))
     assert Binding.of(layer) is None
     remove_liger(model)
     ours.clear()
-    assert_same(step(model), want, rtol=RTOL)
+    assert_same_step(step(model), want, rtol=RTOL, floor=0)
     assert not ours and all("forward" not in m.__dict__ for m in model.modules())
 
 
@@ -287,7 +287,7 @@ def test_checkpointing(reentrant, ours):
     patched(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     ours.clear()
-    assert_same(step(model), want, rtol=RTOL)
+    assert_same_step(step(model), want, rtol=RTOL, floor=0)
     assert len(ours) == 2 * LAYERS
 
 
@@ -297,7 +297,7 @@ def test_a_step_without_a_backward_pass_and_evaluation_between(ours):
     model(**collate(ragged_rows(4)))
     with torch.no_grad():
         model.eval()(**collate(ragged_rows(3)))
-    assert_same(step(model.train()), step(stock), rtol=RTOL)
+    assert_same_step(step(model.train()), step(stock), rtol=RTOL, floor=0)
 
 
 def test_weights_that_an_optimizer_has_changed(ours):
@@ -311,7 +311,7 @@ def test_weights_that_an_optimizer_has_changed(ours):
         for p in model.parameters():
             p.data.sub_(0.1 * p.grad)
         results.append(step(model))
-    assert_same(*reversed(results), rtol=RTOL)
+    assert_same_step(*reversed(results), rtol=RTOL, floor=0)
 
 
 def test_one_layer_checkpointed_by_hand(ours):

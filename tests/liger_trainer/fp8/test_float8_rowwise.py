@@ -15,7 +15,7 @@ from liger_trainer.fp8 import layers as float8
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 from fp8_models import LAYERS, RTOL, config_of, fp8_model, patched  # noqa: E402
-from parity import assert_same, step  # noqa: E402
+from tiny_models import assert_same_gradients, assert_same_step, step  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 
 kernels = importlib.import_module("liger_triton.float8_linear")
@@ -72,7 +72,7 @@ def test_one_layer(recipe, options, variant, dtype, tokens, theirs):
         results.append({"y": y.detach(), "x": x.grad, "weight": module.weight.grad})
         x.grad = None
     assert len(theirs) == 1
-    assert_same(*results, 1e-6 if dtype == torch.float32 else 3e-3)
+    assert_same_gradients(*results, 1e-6 if dtype == torch.float32 else 3e-3, floor=0)
     if not options and tokens != (1,):  # PyTorch sums the products of a single row in another order
         assert all(torch.equal(results[0][name], want) for name, want in results[1].items())
 
@@ -83,7 +83,7 @@ def test_the_numbers_are_torchao_s(recipe, dtype, rtol, theirs):
     want = step(fp8_model(dtype=dtype, config=config_of(recipe)))
     model = prepared(recipe, dtype=dtype)
     theirs.clear()
-    assert_same(step(model), want, rtol)
+    assert_same_step(step(model), want, rtol, floor=0)
     assert not theirs
 
 
@@ -92,7 +92,7 @@ def test_with_a_bias(theirs):
     model = fp8_model(config=config_of("rowwise"), attention_bias=True)
     assert "rowwise, scales in powers of 2, with bias" in patched(model).swapped.values()
     theirs.clear()
-    assert_same(step(model), want, rtol=RTOL)
+    assert_same_step(step(model), want, rtol=RTOL, floor=0)
     assert not theirs
 
 
@@ -108,7 +108,7 @@ def test_inside_the_other_operations(recipe, theirs):
     theirs.clear()
     got = step(model)
     assert not theirs
-    assert_same(got, want, rtol=RTOL)
+    assert_same_step(got, want, rtol=RTOL, floor=0)
 
 
 @pytest.mark.parametrize("rebuilds", [False, True])
@@ -143,7 +143,7 @@ def test_checkpointing(reentrant, recipe, theirs):
     want, model = step(fp8_model(config=config_of(recipe))), prepared(recipe)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     theirs.clear()
-    assert_same(step(model), want, rtol=RTOL)
+    assert_same_step(step(model), want, rtol=RTOL, floor=0)
     assert not theirs
 
 
@@ -153,7 +153,7 @@ def test_a_step_without_a_backward_pass_and_evaluation_between(recipe, theirs):
     model(**collate(ragged_rows(4)))
     with torch.no_grad():
         model.eval()(**collate(ragged_rows(3)))
-    assert_same(step(model.train()), step(stock), rtol=RTOL)
+    assert_same_step(step(model.train()), step(stock), rtol=RTOL, floor=0)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -165,7 +165,7 @@ def test_weights_that_an_optimizer_has_changed(recipe):
         for p in model.parameters():
             p.data.sub_(0.1 * p.grad)
         results.append(step(model))
-    assert_same(*results, rtol=RTOL)
+    assert_same_step(*results, rtol=RTOL, floor=0)
 
 
 def test_layers_of_two_recipes_in_one_model(theirs):
@@ -183,7 +183,7 @@ def test_layers_of_two_recipes_in_one_model(theirs):
     theirs.clear()
     got = step(model)
     assert not theirs
-    assert_same(got, step(mixed()), rtol=RTOL)
+    assert_same_step(got, step(mixed()), rtol=RTOL, floor=0)
 
 
 def test_a_copy_with_another_recipe_runs_torchao_s_code(theirs):

@@ -14,7 +14,7 @@ import torch
 from memory_runs import same_training
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
-from trainer_runs import run
+from trainer_parity import run
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments

@@ -10,9 +10,8 @@ import pytest
 import torch
 from frozen_bases import LAYERS, adapted, built, fresh_state
 from peft import LoraConfig, get_peft_model
-from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
-from trainer_runs import run
+from trainer_parity import run
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer
@@ -45,7 +44,7 @@ def test_losses_are_near_bf16(asked, any_device, tmp_path, monkeypatch):
     else:
         monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
     if "stock" in asked:
-        monkeypatch.setattr("trainer_runs.LigerTrainingArguments", TrainingArguments)
+        monkeypatch.setattr("trainer_parity.LigerTrainingArguments", TrainingArguments)
     model = adapted()
     got, trainer = run(LigerTrainer, model, tmp_path, **options)
     near(got[:, 0], want[:, 0], 0.03)
@@ -67,9 +66,9 @@ def test_losses_are_near_bf16(asked, any_device, tmp_path, monkeypatch):
 def test_sft_and_the_precision_of_autocast(bf16, any_device, tmp_path):
     """The user's `bf16` wins. With False there is no autocast, and the base's dtype decides."""
     given = {"trainer_options": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}}
-    want, _ = run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, bf16=bf16 is not False, **given)
+    want, _ = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, bf16=bf16 is not False, **given)
     fresh_state()
-    got, trainer = run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, fp8=True, bf16=bf16, **given)
+    got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, fp8=True, bf16=bf16, **given)
     near(got[:, 0], want[:, 0], 0.03)
     assert str(trainer.accelerator.mixed_precision) == ("no" if bf16 is False else "bf16")
     assert len(layers_of(trainer.model)) == LAYERS

@@ -6,9 +6,8 @@ import weakref
 import pytest
 from frozen_bases import LAYERS, adapted
 from peft import LoraConfig
-from sft_runs import run as run_sft
 from tiny_models import tiny_model
-from trainer_parity import build_dpo
+from trainer_parity import build_dpo, run
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
 
@@ -20,7 +19,7 @@ def stock(tmp_path):
 
 
 def sft(tmp_path):
-    run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, fp8=True, trainer_options={"peft_config": LORA})
+    run(LigerSFTTrainer, tiny_model("llama"), tmp_path, fp8=True, trainer_options={"peft_config": LORA})
 
 
 def dpo(tmp_path):

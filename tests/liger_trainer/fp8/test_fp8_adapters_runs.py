@@ -13,8 +13,7 @@ from recipe_fixtures import command, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
 from tiny_models import ragged_rows, tiny_model
 from torch import nn
-from trainer_parity import LORA, build_dpo
-from trainer_runs import lora, run
+from trainer_parity import LORA, build_dpo, run, with_lora
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerDPOTrainer, LigerSFTConfig, LigerTrainer
@@ -50,7 +49,7 @@ def test_a_run_that_is_resumed(any_device, tmp_path):
 
 
 def test_the_best_checkpoint_evaluation_prediction_and_generation(any_device, tmp_path):
-    model = lora(tiny_model("llama"), ["q_proj", "down_proj"])
+    model = with_lora(tiny_model("llama"), ["q_proj", "down_proj"])
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
     trainer = built(model, tmp_path, save_strategy="steps", learning_rate=30.0, optim="sgd", **best)
@@ -73,7 +72,7 @@ def test_the_best_checkpoint_evaluation_prediction_and_generation(any_device, tm
 @pytest.mark.parametrize("other", [False, True], ids=["disabled", "another-adapter"])
 def test_the_reference_of_dpo_is_the_base(other, any_device, tmp_path):
     """With the adapters disabled, or with another adapter. Both use the same FP8 base."""
-    model = lora(tiny_model("llama"), LORA)
+    model = with_lora(tiny_model("llama"), LORA)
     if not other:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

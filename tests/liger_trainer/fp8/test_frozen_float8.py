@@ -6,9 +6,8 @@ import pickle
 import pytest
 import torch
 from frozen_bases import LAYERS, adapted, distance, frozen
-from parity import step
 from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
-from tiny_models import tiny_model
+from tiny_models import step, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 

@@ -8,8 +8,7 @@ called twice, or scaled.
 import pytest
 import torch
 from frozen_bases import adapted, distance
-from parity import step
-from tiny_models import tiny_model
+from tiny_models import step, tiny_model
 from torch import nn
 
 from liger_trainer.fp8.quantize_base import quantize_base
@@ -48,8 +47,9 @@ def built(model_type, dtype):
     return adapted(model=model).to(dtype)
 
 
-def in_float64(gradients):
-    return {name: value.double() for name, value in gradients.items()}
+def in_float64(result):
+    loss, gradients = result
+    return loss.double(), {name: value.double() for name, value in gradients.items()}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma4_text", "qwen3_next", "deepseek_v3"])

@@ -10,8 +10,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import LargestTensor
-from tiny_models import VOCAB, collate, ragged_rows, tiny_model
+from tiny_models import VOCAB, LargestTensor, collate, ragged_rows, tiny_model
 
 from liger_trainer._logging import logger
 from liger_trainer.head.calls import install_fused_head

@@ -5,11 +5,10 @@ import json
 
 import pytest
 import torch
-from parity import assert_same, step
 from peft import LoraConfig, get_peft_model
 from recipe_fixtures import command, write_recipe
 from safetensors.torch import save_file
-from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from tiny_models import assert_same_step, collate, ragged_rows, step, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
 from liger_trainer import apply_liger
@@ -128,9 +127,9 @@ def test_a_step_equals_stock(kind, dtype, bias, saved, monkeypatch):
         assert len(report.swapped) == 14 and not report.skipped
         assert {name.split()[1] for name in report.swapped.values()} == {CLASSES[KINDS[kind][0]].__name__}
         computes_otherwise = kind.startswith("awq") and dtype == torch.float32  # in fp16, and PEFT's code runs
-        assert_same(step(model), step(stock), 0 if computes_otherwise else RTOL[dtype], atol=0)
+        assert_same_step(step(model), step(stock), 0 if computes_otherwise else RTOL[dtype], floor=0)
         if dtype == torch.bfloat16:
-            assert_same(step(model, dtype), step(stock, dtype), RTOL[dtype], atol=0)
+            assert_same_step(step(model, autocast=dtype), step(stock, autocast=dtype), RTOL[dtype], floor=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +172,7 @@ def test_checkpointed(kind, reentrant, saved, monkeypatch):
     for one in (stock, model):
         one.enable_input_require_grads()
         one.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same(step(model), step(stock), RTOL[torch.bfloat16], atol=0)
+    assert_same_step(step(model), step(stock), RTOL[torch.bfloat16], floor=0)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +182,8 @@ def test_dropout_disabled_and_copied(kind, dtype, dropout, saved, monkeypatch):
     stock, model = (quantised(saved(kind), kind, dtype, lora_dropout=dropout) for _ in range(2))
     patched(model, monkeypatch, mlp=False)  # its gate rounds differently
     want = step(stock)
-    assert_same(step(model), want, RTOL[dtype], atol=0)
-    assert_same(step(copy.deepcopy(model)), want, RTOL[dtype], atol=0)
+    assert_same_step(step(model), want, RTOL[dtype], floor=0)
+    assert_same_step(step(copy.deepcopy(model)), want, RTOL[dtype], floor=0)
     rows = collate(ragged_rows(4))
     for one in (stock, model):
         one.eval()

@@ -5,9 +5,8 @@ import importlib
 
 import pytest
 import torch
-from parity import assert_same, step
 from peft import LoraConfig, get_peft_model
-from tiny_models import collate, ragged_rows, tiny_model
+from tiny_models import assert_same_step, collate, ragged_rows, step, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from liger_trainer import apply_liger, remove_liger
@@ -83,7 +82,7 @@ def test_a_step_equals_stock(kind, dtype, mlp, saved, patched, calls):
     stock, model = (quantised(saved, kind, dtype) for _ in range(2))
     report = patched(model, mlp)
     assert len(report.swapped) == LAYERS and not report.skipped
-    assert_same(step(model), step(stock), RTOL[dtype])
+    assert_same_step(step(model), step(stock), RTOL[dtype], floor=0)
     assert len(calls) == (10 if mlp else LAYERS)
     assert set(report.swapped.values()) == {f"linear Linear{'8bitLt' if kind == 'int8' else '4bit'} + default"}
 
@@ -92,7 +91,9 @@ def test_a_step_equals_stock(kind, dtype, mlp, saved, patched, calls):
 def test_under_autocast(kind, saved, patched, calls):
     stock, model = (quantised(saved, kind, torch.bfloat16) for _ in range(2))
     patched(model, mlp=True)
-    assert_same(step(model, torch.bfloat16), step(stock, torch.bfloat16), RTOL[torch.bfloat16])
+    assert_same_step(
+        step(model, autocast=torch.bfloat16), step(stock, autocast=torch.bfloat16), RTOL[torch.bfloat16], floor=0
+    )
     assert len(calls) == 10
 
 
@@ -103,7 +104,7 @@ def test_checkpointed(reentrant, saved, patched, calls):
     for one in (stock, model):
         one.enable_input_require_grads()
         one.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same(step(model), step(stock), RTOL[torch.float32])
+    assert_same_step(step(model), step(stock), RTOL[torch.float32], floor=0)
     assert len(calls) == 20
 
 
@@ -125,7 +126,7 @@ def test_an_mlp_of_many_rows(kind, sliced, saved, patched, calls, monkeypatch):
         one.eval()
         for norm in (m for name, m in one.named_modules() if name.endswith("post_attention_layernorm")):
             norm.weight.data[3] = 40.0
-    assert_same(step(model), step(stock), RTOL[torch.float32])
+    assert_same_step(step(model), step(stock), RTOL[torch.float32], floor=0)
     assert len(in_slices) == (2 if sliced else 0) and calls.count("lora_mlp") == 2
 
 
@@ -147,10 +148,10 @@ def test_layers_in_another_dtype_keep_their_code(saved, patched, calls):
     assert set(report.skipped.values()) == {
         "its base was quantized from torch.bfloat16 and computes in torch.float32: set bnb_4bit_compute_dtype: bfloat16"
     }
-    assert_same(step(model), step(stock), 0)
+    assert_same_step(step(model), step(stock), 0, floor=0)
     stock, model = (quantised(saved) for _ in range(2))
     assert len(patched(model).swapped) == LAYERS
-    assert_same(step(model, torch.bfloat16), step(stock, torch.bfloat16), 0)
+    assert_same_step(step(model, autocast=torch.bfloat16), step(stock, autocast=torch.bfloat16), 0, floor=0)
     assert not calls
 
 
@@ -161,7 +162,7 @@ def test_the_first_call_decides_the_dtype(saved, patched, calls):
             if isinstance(module, bitsandbytes.nn.Linear4bit):
                 module.compute_dtype, module.compute_type_is_set = None, False
     patched(model)
-    assert_same(step(model), step(stock), RTOL[torch.float32])
+    assert_same_step(step(model), step(stock), RTOL[torch.float32], floor=0)
     assert len(calls) == LAYERS
     assert all(m.compute_type_is_set for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit))
 
@@ -169,14 +170,14 @@ def test_the_first_call_decides_the_dtype(saved, patched, calls):
 def test_some_projections_without_an_adapter(saved, patched, calls):
     stock, model = (quantised(saved, target_modules=["q_proj", "up_proj"]) for _ in range(2))
     patched(model, mlp=True)
-    assert_same(step(model), step(stock), RTOL[torch.float32])
+    assert_same_step(step(model), step(stock), RTOL[torch.float32], floor=0)
     assert calls.count("lora_mlp") == 2 and calls.count("lora_linear") == 2
 
 
 def test_dropout_disabled_and_merged(saved, patched, calls):
     stock, model = (quantised(saved, lora_dropout=0.5) for _ in range(2))
     patched(model)
-    assert_same(step(model), step(stock), RTOL[torch.float32])
+    assert_same_step(step(model), step(stock), RTOL[torch.float32], floor=0)
     for one in (stock, model):
         one.eval()
     rows = collate(ragged_rows(4))
@@ -202,7 +203,7 @@ def test_trained_after_an_evaluation(saved, patched, calls):
     calls.clear()
     states = [m.weight.quant_state for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
     repacked = any(getattr(state, "packing_format_for_cpu", False) for state in states)
-    assert_same(step(model), step(stock), 0 if repacked else RTOL[torch.bfloat16])
+    assert_same_step(step(model), step(stock), 0 if repacked else RTOL[torch.bfloat16], floor=0)
     assert bool(calls) != repacked
 
 
@@ -216,7 +217,7 @@ def test_rows_that_are_no_multiple_of_a_block(saved, patched, calls):
                 settings = {"blocksize": 128, "compress_statistics": True, "quant_type": "nf4", "module": module}
                 module.weight = bitsandbytes.nn.Params4bit(weight, False, **settings).to("cpu")
     patched(model)
-    assert_same(step(model), step(stock), RTOL[torch.float32])
+    assert_same_step(step(model), step(stock), RTOL[torch.float32], floor=0)
     assert len(calls) == 2, "down_proj has rows of 128"
 
 
@@ -230,10 +231,10 @@ def test_a_second_backward_a_copy_and_removal(saved, patched, calls):
     for name, p in model.named_parameters():
         assert p.grad is None or torch.equal(p.grad, 2 * first[name])
     want, made = step(stock), len(calls)
-    assert_same(step(copy.deepcopy(model)), want, RTOL[torch.float32])
+    assert_same_step(step(copy.deepcopy(model)), want, RTOL[torch.float32], floor=0)
     assert len(calls) == 2 * made
     remove_liger(model)
-    assert_same(step(model), want, 0)
+    assert_same_step(step(model), want, 0, floor=0)
     assert len(calls) == 2 * made
 
 
@@ -250,5 +251,5 @@ def test_a_forward_that_was_replaced(saved, patched, calls, monkeypatch):
     patched(model, mlp=True)
     own = bitsandbytes.nn.Linear4bit.forward
     monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", lambda self, x: 2 * own(self, x))
-    assert_same(step(model), step(stock), RTOL[torch.float32])
+    assert_same_step(step(model), step(stock), RTOL[torch.float32], floor=0)
     assert not calls

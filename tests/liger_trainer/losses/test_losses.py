@@ -10,9 +10,7 @@ import types
 import pytest
 import torch
 from checkout import ROOT
-from parity import LargestTensor
-from tiny_models import VOCAB, tiny_model, tiny_tokenizer
-from trainer_parity import pair_rows
+from tiny_models import VOCAB, LargestTensor, pair_rows, tiny_model, tiny_tokenizer
 from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from medusa_fixtures import ENDS, model_with_heads, prompts_of
+from medusa_brute_force import ENDS, model_with_fitted_heads, prompts_of
 
 from liger_trainer.data.answers import answer, end_tokens
 from liger_trainer.head.acceptance import simulate_decoding
@@ -11,7 +11,7 @@ from liger_trainer.medusa.evaluate import evaluate, right_guesses
 
 @pytest.fixture(scope="module")
 def fitted():
-    return model_with_heads()
+    return model_with_fitted_heads()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from medusa_brute_force import model_with_heads
 from safetensors.torch import load_file
 from tiny_models import VOCAB, tiny_model
-from trainer_runs import lora
+from trainer_parity import with_lora
 
 from liger_trainer import MedusaHeads
 from liger_trainer.medusa.files import MedusaHeadsConfig
@@ -88,7 +88,7 @@ def test_a_model_without_its_heads_is_the_plain_one():
 
 
 def test_heads_hang_on_the_model_inside_an_adapter():
-    model = lora(tiny_model("llama"), ["q_proj"])
+    model = with_lora(tiny_model("llama"), ["q_proj"])
     heads = attach_heads(model, MedusaHeads.for_model(model, 2))
     assert heads_of(model) is model.get_base_model().medusa_head is heads
     assert "MedusaHead" in model.get_base_model()._no_split_modules  # a unit to shard
@@ -103,7 +103,7 @@ class Linear8bit(torch.nn.Linear):
 
 def test_models_that_cannot_have_heads_are_refused():
     with pytest.raises(ValueError, match="The LM head of LlamaForCausalLM has an adapter"):
-        MedusaHeads.for_model(lora(tiny_model("llama"), ["lm_head"]), 2)
+        MedusaHeads.for_model(with_lora(tiny_model("llama"), ["lm_head"]), 2)
     with pytest.raises(ValueError, match="The LM head of PhiForCausalLM has a bias"):
         MedusaHeads.for_model(tiny_model("phi"), 2)
     with pytest.raises(ValueError, match="has no LM head"):

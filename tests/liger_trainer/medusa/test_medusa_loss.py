@@ -3,22 +3,21 @@
 import pytest
 import torch
 from datasets import Dataset
-from medusa_brute_force import (
-    assert_gradients,
-    brute_force,
+from medusa_brute_force import brute_force, medusa_trainer, model_with_heads, packed_batch, plain_copy, ragged_batch
+from tiny_models import (
+    LargestTensor,
+    assert_same_gradients,
+    collate,
     gradients,
-    medusa_trainer,
-    model_with_heads,
-    packed_batch,
-    plain_copy,
-    ragged_batch,
+    ragged_rows,
+    tiny_model,
+    tiny_tokenizer,
 )
-from parity import KeepGradients, LargestTensor
-from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 
 import liger_trainer.medusa.loss as medusa_loss
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.head.targets import head_targets, token_positions
+from liger_trainer.verify.observed import KeepGradients
 
 CASES = [
     pytest.param("llama", 1, True, "hard", packed_batch, id="stage1-tied-hard-packed"),
@@ -54,7 +53,7 @@ def test_loss_and_every_gradient(model_type, stage, tied, targets, batch, tmp_pa
     got = trainer.compute_loss(model, dict(batch))
     got.backward()
     torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=0)
-    assert_gradients(gradients(model), gradients(twin))
+    assert_same_gradients(gradients(model), gradients(twin), floor=0)
     trained = {n for n, p in model.named_parameters() if stage == 2 or "medusa_head" in n}
     assert gradients(model).keys() == trained
 
@@ -121,8 +120,8 @@ def test_every_split_of_the_batch(stage, tied, packed, tmp_path):
         )
         assert (next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1) == (packed or batch == 1)
         trainer.train()
-        want_grads = {n: g for n, g in gradients(twin).items() if n in keep.grads}
-        assert_gradients(keep.grads, want_grads)
+        want_grads = {n: g for n, g in gradients(twin).items() if n in keep.steps[0]}
+        assert_same_gradients(keep.steps[0], want_grads, floor=0)
         log = trainer.state.log_history[0]
         assert log["loss"] == pytest.approx(float(want.detach()), rel=1e-5)
         for k in (1, 2, 3):
@@ -203,8 +202,8 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
             max_steps=1,
             gradient_checkpointing=checkpointing,
         ).train()
-        grads.append(keep.grads)
-    assert_gradients(*grads)
+        grads.append(keep.steps[0])
+    assert_same_gradients(*grads, floor=0)
 
 
 def test_a_frozen_model_runs_without_dropout(tmp_path):

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from medusa_brute_force import brute_force, medusa_trainer, model_with_heads, ragged_batch
-from parity import logged_values
 from peft import LoraConfig, PeftModel, PromptTuningConfig
 from recipe_fixtures import write_recipe
 from safetensors.torch import load_file
 from tiny_models import ragged_rows, tiny_model
+from trainer_parity import logged_values
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerMedusaConfig, LigerSFTConfig, MedusaHeads

@@ -2,8 +2,8 @@
 
 from memory_runs import CountedMemory, same_bits, train
 from peft import LoraConfig
-from tiny_models import tiny_model
-from trainer_parity import LORA, build_dpo, ragged_pairs
+from tiny_models import ragged_pairs, tiny_model
+from trainer_parity import LORA, build_dpo
 
 from liger_trainer import LigerDPOTrainer
 

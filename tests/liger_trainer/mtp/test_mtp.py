@@ -9,13 +9,12 @@ import torch
 from accelerate import DistributedType
 from base_checkpoints import names_of, tensor_of
 from medusa_brute_force import packed_batch, ragged_batch
-from mtp_bases import SHAPES, mtp_trainer, write_base
-from mtp_brute_force import brute_force
-from parity import logged_values
+from mtp_bases import SHAPES, brute_force, mtp_trainer, write_base
 from peft import LoraConfig, PromptTuningConfig
 from recipe_fixtures import command
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+from trainer_parity import logged_values
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask

@@ -6,15 +6,14 @@ import pytest
 import torch
 from datasets import Dataset
 from medusa_brute_force import packed_batch, ragged_batch
-from mtp_bases import SHAPES, mtp_trainer, write_base
-from mtp_brute_force import brute_force
-from parity import logged_values
+from mtp_bases import SHAPES, brute_force, mtp_trainer, write_base
 from peft import LoraConfig, get_peft_model
-from rerun_recorder import capture_on_cpu
 from safetensors.torch import load_file
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import logged_values
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from varlen_batches import capture_on_cpu
 
 from liger_trainer import LigerMTPConfig, LigerMTPTrainer, LigerSFTConfig
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from architectures import LIMIT, MODEL_TYPES, build, compare, step, written
-from parity import largest_difference
+from tiny_models import largest_difference
 
 from liger_trainer import apply_liger
 from liger_trainer.head import deferred

@@ -7,11 +7,10 @@ import architectures
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import largest_difference
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from side_by_side import assert_same_step, model_of, step
-from tiny_models import tiny_model
+from tiny_models import largest_difference, tiny_model
 from transformers.integrations import moe
 
 from liger_trainer import apply_liger

@@ -8,15 +8,34 @@ import types
 
 import pytest
 import torch
-from parity import NO_HEAD, SWAPPED, largest_difference, loss_and_grads, token_ids
 from peft import LoraConfig, get_peft_model
-from tiny_models import tiny_model
+from tiny_models import NO_HEAD, largest_difference, step, tiny_model, whole_batch
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.patching import apply_liger, remove_liger
 from liger_trainer.patching.core.binding import Binding
 from liger_triton import reference
 
+# Per model: modules expected to be swapped, per operation. Nothing is left alone.
+SWAPPED = {
+    "llama": {"rms_norm": 5, "rope": 2, "swiglu": 2},
+    "qwen3": {"rms_norm": 9, "rope": 2, "swiglu": 2},
+    "qwen3_moe": {"rms_norm": 9, "rope": 2, "experts": 2},
+    "gemma2": {"rms_norm": 9, "rope": 2, "geglu": 2},
+    "gemma3_text": {"rms_norm": 13, "rope": 2, "geglu": 2},
+    "gemma4_text": {"rms_norm": 18, "rope": 2, "geglu": 2},
+    "cohere2": {"layer_norm": 3, "rope": 2, "swiglu": 2},
+    "granite": {"rms_norm": 5, "rope": 2, "swiglu": 2},
+    "glm4": {"rms_norm": 9, "rope": 2, "swiglu": 2},
+    "deepseek_v3": {"rms_norm": 9, "rope": 2, "swiglu": 2, "experts": 1},
+    "gpt_oss": {"rms_norm": 5, "rope": 2, "experts": 2},
+    "qwen3_next": {"rms_norm": 8, "rope": 1, "swiglu": 2, "experts": 2},
+    "bamba": {"rms_norm": 6, "rope": 1, "swiglu": 2},
+    "nemotron": {"layer_norm": 5, "rope": 2},
+    "seed_oss": {"rms_norm": 5, "rope": 2, "swiglu": 2},
+    "phi": {"layer_norm": 3, "rope": 2},
+    "qwen2_5_vl": {"rms_norm": 8, "rope": 3, "swiglu": 3},
+}
 KERNELS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "experts")
 
 
@@ -67,28 +86,30 @@ def calls(monkeypatch):
 def test_same_loss_and_gradients(model_type, calls):
     """Compares patched with unpatched and counts kernels. The control: a kernel that is 2 % off must show."""
     model, other = tiny_model(model_type), tiny_model(model_type)
-    want = loss_and_grads(model)
+    want = step(model, whole_batch())
     before = attributes(model)
     report = apply_liger(model, NO_HEAD)
     assert {name: len(part.swapped) for name, part in report.operations.items() if part.swapped} == SWAPPED[model_type]
     assert report.skipped == {}
 
     calls.watch()
-    assert largest_difference(loss_and_grads(model), want) < 1e-5
+    assert largest_difference(step(model, whole_batch()), want) < 1e-5
     assert {name for name, n in calls.counts.items() if n} == SWAPPED[model_type].keys()
     ran = dict(calls.counts)
-    loss, grads = loss_and_grads(other)  # the same Python module, unpatched: bit for bit as before, and without kernels
+    loss, grads = step(
+        other, whole_batch()
+    )  # the same Python module, unpatched: bit for bit as before, and without kernels
     assert torch.equal(loss, want[0]) and all(torch.equal(grads[name], g) for name, g in want[1].items())
     assert calls.counts == ran
     for name in SWAPPED[model_type]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, name, getattr(reference, name))
             calls.spoil(name)
-            assert largest_difference(loss_and_grads(model), want) > 1e-3, name
+            assert largest_difference(step(model, whole_batch()), want) > 1e-3, name
 
     remove_liger(model)
     assert attributes(model) == before
-    loss, grads = loss_and_grads(model)
+    loss, grads = step(model, whole_batch())
     assert torch.equal(loss, want[0]) and all(torch.equal(grads[name], g) for name, g in want[1].items())
 
 
@@ -100,10 +121,10 @@ def test_modules_of_python_are_untouched():
         return dict(vars(modeling)), {k: dict(vars(v)) for k, v in vars(modeling).items() if isinstance(v, type)}
 
     model = tiny_model("llama")
-    loss_and_grads(model)
+    step(model, whole_batch())
     before = state()
     apply_liger(model, NO_HEAD)
-    loss_and_grads(model)
+    step(model, whole_batch())
     assert state() == before
     remove_liger(model)
     assert state() == before
@@ -140,26 +161,26 @@ def test_on_meta():
 def test_16_bit_model():
     """In bf16, the loss agrees up to bf16 rounding, and norms are bit-equal."""
     model = tiny_model("gemma2").bfloat16()
-    loss, grads = loss_and_grads(model)
+    loss, grads = step(model, whole_batch())
     apply_liger(model, {**NO_HEAD, "rope": False, "geglu": False})
-    got, got_grads = loss_and_grads(model)
+    got, got_grads = step(model, whole_batch())
     assert torch.equal(got, loss)
     apply_liger(model, NO_HEAD)
-    got, _ = loss_and_grads(model)
+    got, _ = step(model, whole_batch())
     assert abs(got - loss) < 0.02 * loss
 
 
 def test_twice_is_once():
     """The second call changes nothing. Another config removes what it switches off."""
     model = tiny_model("llama")
-    want, before = loss_and_grads(model), attributes(model)
+    want, before = step(model, whole_batch()), attributes(model)
     first = apply_liger(model, NO_HEAD)
     patched = attributes(model)
     assert str(apply_liger(model, NO_HEAD)) == str(first)
     assert attributes(model) == patched
     apply_liger(model, {**NO_HEAD, "rope": False})
     assert "forward" not in model.model.layers[0].self_attn.__dict__
-    assert largest_difference(loss_and_grads(model), want) < 1e-5
+    assert largest_difference(step(model, whole_batch()), want) < 1e-5
     remove_liger(model)
     remove_liger(model)
     assert attributes(model) == before
@@ -169,32 +190,32 @@ def test_deepcopy_follows_its_own_weights():
     """A copied reference model must not read the weights of the policy that keeps training."""
     model = tiny_model("llama")
     apply_liger(model, NO_HEAD)
-    want, _ = loss_and_grads(model)
+    want, _ = step(model, whole_batch())
     reference_model = copy.deepcopy(model)
     for module in reference_model.modules():
         assert getattr(module.__dict__.get("forward"), "__self__", module) is module
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-    assert torch.equal(loss_and_grads(reference_model)[0], want)
+    assert torch.equal(step(reference_model, whole_batch())[0], want)
     remove_liger(model)
-    assert torch.equal(loss_and_grads(reference_model)[0], want)
+    assert torch.equal(step(reference_model, whole_batch())[0], want)
 
 
 def test_pickle_and_torch_save():
     """A pickled patched model loads, computes the same, and can be patched and unpatched again."""
     model = tiny_model("qwen3_moe")
-    want = loss_and_grads(model)
+    want = step(model, whole_batch())
     apply_liger(model, NO_HEAD)
     loaded = pickle.loads(pickle.dumps(model))
-    assert largest_difference(loss_and_grads(loaded), want) < 1e-5
+    assert largest_difference(step(loaded, whole_batch()), want) < 1e-5
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     report = apply_liger(loaded, NO_HEAD)
     assert report.skipped == {} and len(report["rms_norm"].swapped) == 9
-    assert largest_difference(loss_and_grads(loaded), want) < 1e-5
+    assert largest_difference(step(loaded, whole_batch()), want) < 1e-5
 
 
 def test_saved_model_loads_unpatched(tmp_path):
@@ -204,7 +225,7 @@ def test_saved_model_loads_unpatched(tmp_path):
     assert list(model.state_dict()) == keys
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    assert largest_difference(loss_and_grads(loaded), loss_and_grads(model)) < 1e-5
+    assert largest_difference(step(loaded, whole_batch()), step(model, whole_batch())) < 1e-5
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
@@ -225,7 +246,7 @@ def test_peft(model_type, patch_first):
             swapped = {n: len(p.swapped) for n, p in report.operations.items() if p.swapped}
             assert swapped == SWAPPED[model_type] | {"lora": projections}
         torch.manual_seed(6)
-        return loss_and_grads(model)
+        return step(model, whole_batch())
 
     want = build(False)
     assert len(want[1]) >= 14
@@ -236,7 +257,7 @@ def test_peft(model_type, patch_first):
 def test_patch_wrap_patch_merge():
     """Patched, wrapped, patched again, merged, unpatched: always the same model."""
     model = tiny_model("llama")
-    want = loss_and_grads(model)
+    want = step(model, whole_batch())
     apply_liger(model, NO_HEAD)
     wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
     report = apply_liger(wrapped, NO_HEAD)
@@ -245,7 +266,7 @@ def test_patch_wrap_patch_merge():
     remove_liger(merged)
     for parameter in merged.parameters():
         parameter.requires_grad_()
-    assert largest_difference(loss_and_grads(merged), want) < 1e-5
+    assert largest_difference(step(merged, whole_batch()), want) < 1e-5
     assert not any("forward" in module.__dict__ for module in merged.modules())
 
 
@@ -254,14 +275,14 @@ def test_patch_wrap_patch_merge():
 def test_gradient_checkpointing(model_type, reentrant, calls):
     """Recomputation enters at the layer, and must run the kernels of the first pass."""
     model = tiny_model(model_type).train()
-    want = loss_and_grads(model)
+    want = step(model, whole_batch())
     apply_liger(model, NO_HEAD)
     calls.watch()
-    loss_and_grads(model)
+    step(model, whole_batch())
     once = calls.counts["rope"]
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    assert largest_difference(loss_and_grads(model), want) < 1e-5
+    assert largest_difference(step(model, whole_batch()), want) < 1e-5
     assert calls.counts["rope"] == 3 * once
 
 
@@ -270,7 +291,7 @@ def test_fsdp2(tmp_path):
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
-    want, _ = loss_and_grads(tiny_model("gemma2"))
+    want, _ = step(tiny_model("gemma2"), whole_batch())
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         for before in (True, False):
@@ -284,7 +305,7 @@ def test_fsdp2(tmp_path):
             if not before:
                 report = apply_liger(model, NO_HEAD)
                 assert {n: len(p.swapped) for n, p in report.operations.items() if p.swapped} == SWAPPED["gemma2"]
-            loss, grads = loss_and_grads(model)
+            loss, grads = step(model, whole_batch())
             torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
             assert all(torch.isfinite(g.full_tensor()).all() for g in grads.values()) and len(grads) > 20
     finally:
@@ -294,18 +315,18 @@ def test_fsdp2(tmp_path):
 def test_generate():
     model = tiny_model("gemma3_text").eval()
     arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    want = model.generate(token_ids(2, 5), **arguments)
+    want = model.generate(whole_batch(2, 5)["input_ids"], **arguments)
     apply_liger(model, NO_HEAD)
-    assert torch.equal(model.generate(token_ids(2, 5), **arguments), want)
+    assert torch.equal(model.generate(whole_batch(2, 5)["input_ids"], **arguments), want)
 
 
 def test_hidden_states_attentions_and_router_logits():
     """transformers records these by hooks that it chooses by class."""
     model = tiny_model("qwen3_moe").eval()
     ask = {"output_hidden_states": True, "output_attentions": True, "output_router_logits": True}
-    want = model(input_ids=token_ids(), **ask)
+    want = model(input_ids=whole_batch()["input_ids"], **ask)
     apply_liger(model, NO_HEAD)
-    got = model(input_ids=token_ids(), **ask)
+    got = model(input_ids=whole_batch()["input_ids"], **ask)
     for field in ("hidden_states", "attentions", "router_logits"):
         assert len(got[field]) == len(want[field]) > 0
         for a, b in zip(got[field], want[field], strict=True):
@@ -318,7 +339,7 @@ def test_hooks_of_the_user_still_fire():
     seen = []
     for module in (model.model.norm, model.model.layers[0].mlp, model.model.layers[0].mlp.up_proj):
         module.register_forward_hook(lambda module, args, output: seen.append(module))
-    model(input_ids=token_ids())
+    model(input_ids=whole_batch()["input_ids"])
     assert len(seen) == 3
 
 
@@ -335,7 +356,7 @@ def test_autocast_of_fp32_weights(model_type):
 
         handles = [m.register_forward_hook(note) for m in model.modules() if list(m.parameters(recurse=False))]
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=token_ids(), labels=token_ids()).loss.detach()
+            loss = model(input_ids=whole_batch()["input_ids"], labels=whole_batch()["input_ids"]).loss.detach()
         for handle in handles:
             handle.remove()
         return loss, seen
@@ -351,10 +372,10 @@ def test_autocast_of_fp32_weights(model_type):
 def test_torch_compile_traces_the_whole_model(model_type):
     torch._dynamo.reset()
     model = tiny_model(model_type, num_hidden_layers=1).eval()
-    want = model(input_ids=token_ids(), use_cache=False).logits
+    want = model(input_ids=whole_batch()["input_ids"], use_cache=False).logits
     apply_liger(model, NO_HEAD)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    got = compiled(input_ids=token_ids(), use_cache=False).logits
+    got = compiled(input_ids=whole_batch()["input_ids"], use_cache=False).logits
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -368,7 +389,7 @@ def test_globals_of_a_patched_attention_are_renewed(monkeypatch):
     own = modeling.eager_attention_forward
     monkeypatch.setattr(modeling, "eager_attention_forward", lambda *a, **k: seen.append(1) or own(*a, **k))
     apply_liger(model, NO_HEAD)
-    model(input_ids=token_ids())
+    model(input_ids=whole_batch()["input_ids"])
     assert len(seen) == 2
 
 
@@ -377,15 +398,15 @@ def test_under_accelerate_hooks():
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
     model = tiny_model("llama")
-    want = loss_and_grads(model)
+    want = step(model, whole_batch())
     hooked = (model.model.norm, model.model.layers[0].mlp, model.model.layers[1].self_attn)
     for module in hooked:
         add_hook_to_module(module, AlignDevicesHook("cpu"))
     report = apply_liger(model, NO_HEAD)
     assert report.skipped == {} and all("_old_forward" in m.__dict__ for m in hooked)
     assert all(m.__dict__["_old_forward"].__func__ is not type(m).forward for m in hooked)
-    assert largest_difference(loss_and_grads(model), want) < 1e-5
+    assert largest_difference(step(model, whole_batch()), want) < 1e-5
     remove_liger(model)
     assert all(m.__dict__["_old_forward"] == types.MethodType(type(m).forward, m) for m in hooked)
     remove_hook_from_module(model, recurse=True)
-    assert largest_difference(loss_and_grads(model), want) == 0
+    assert largest_difference(step(model, whole_batch()), want) == 0

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkout import ROOT
-from parity import NO_HEAD
-from tiny_models import tiny_model
+from tiny_models import NO_HEAD, tiny_model
 from torch import nn
 from transformers.activations import ACT2FN
 

@@ -8,9 +8,7 @@ import gc
 
 import pytest
 import torch
-from parity import assert_same_gradients, gradients
 from peft import LoraConfig, get_peft_model
-from sft_runs import run as run_sft
 from side_by_side import (
     CHECKPOINTING,
     EVERY_SETTING,
@@ -22,10 +20,11 @@ from side_by_side import (
     patched,
     step,
 )
-from tiny_models import ragged_rows, tiny_model
+from tiny_models import assert_same_gradients, gradients, ragged_rows, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainer_parity import run as run_sft
 from trainer_parity import trained
 from trl import SFTTrainer
 

@@ -4,9 +4,8 @@ import re
 
 import pytest
 import torch
-from checkout import ROOT
 from datasets import Dataset
-from recipe_fixtures import command, write_model, write_recipe, write_rows
+from recipe_fixtures import ROOT, command, write_model, write_recipe, write_rows
 from seeded_faults import END_INSIDE, FAULTS, answers, chats, said_before_first_step, trainer, with_template
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
 from transformers import (

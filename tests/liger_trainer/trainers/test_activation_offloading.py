@@ -3,10 +3,10 @@
 import functools
 
 import pytest
-import sft_runs
 import torch
 import trl.trainer.sft_trainer as trl_sft
 from tiny_models import tiny_model
+from trainer_parity import run
 
 from liger_trainer import LigerSFTTrainer
 
@@ -38,9 +38,9 @@ def offloads_without_a_gpu(monkeypatch):
 )
 def test_the_head_stays_fused_and_the_numbers_the_same(options, tmp_path):
     model = tiny_model("llama", num_hidden_layers=1)
-    want, _ = sft_runs.run(LigerSFTTrainer, model, tmp_path, **options)
+    want, _ = run(LigerSFTTrainer, model, tmp_path, **options)
     MOVED.clear()
-    got, trainer = sft_runs.run(LigerSFTTrainer, model, tmp_path, activation_offloading=True, **options)
+    got, trainer = run(LigerSFTTrainer, model, tmp_path, activation_offloading=True, **options)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     assert MOVED and all(shape[-1:] != (131,) for shape in MOVED), "logits, or the rows of the head's weight"
     head = trainer.liger_report["fused_linear_cross_entropy"]

@@ -6,9 +6,8 @@ import pytest
 import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.sft_trainer as trl_sft
 from tiny_models import tiny_model
-from trainer_parity import assert_same_training, build
+from trainer_parity import assert_same_training, build, method_rows, one, ours
 from trl import SFTTrainer
-from trl_trainers import one, ours, rows_of
 
 from liger_trainer import (
     LigerSFTTrainer,
@@ -80,7 +79,7 @@ def test_after_a_refusal_under_mixed_precision(patched, tmp_path):
 
     def trainer(model, reference, **more):
         given = {"ref_model": reference}
-        return build(*ours("DPO"), model, tmp_path, rows_of("DPO"), trainer_options=given, **options, **more)
+        return build(*ours("DPO"), model, tmp_path, method_rows("DPO"), trainer_options=given, **options, **more)
 
     want = trainer(model, reference)
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1"):

@@ -9,16 +9,14 @@ import itertools
 import weakref
 
 import pytest
-import sft_runs
 import torch
-import trainer_runs
+import trainer_parity
 from peft import LoraConfig
-from rerun_recorder import capture_on_cpu
-from tiny_models import ragged_rows, tiny_model
-from trainer_parity import DPO_LIMITS, assert_same_run, build_dpo, ragged_pairs, trained
+from tiny_models import ragged_pairs, ragged_rows, tiny_model
+from trainer_parity import DPO_LIMITS, assert_same_run, build_dpo, trained
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
-from varlen_batches import model_of
+from varlen_batches import capture_on_cpu, model_of
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
 
@@ -89,11 +87,11 @@ CELLS = [  # slow: rarely used options
 def test_sft(case, adapters, recorders, tmp_path):
     model = model_of("llama")
     if adapters == "lora":
-        model = trainer_runs.lora(model, TARGETS)
+        model = trainer_parity.with_lora(model, TARGETS)
     options = SGD | (CASES | PACKED)[case]
 
     def run(trainer_class, more):
-        return sft_runs.run(trainer_class, model, tmp_path, rows=ragged_rows(48), **(options | more))
+        return trainer_parity.run(trainer_class, model, tmp_path, rows=ragged_rows(48), **(options | more))
 
     assert_same_three(run, (LigerSFTTrainer, SFTTrainer), least=4)
 
@@ -102,11 +100,11 @@ def test_sft(case, adapters, recorders, tmp_path):
 def test_trainer(case, adapters, recorders, tmp_path):
     model = model_of("llama")
     if adapters == "lora":
-        model = trainer_runs.lora(model, TARGETS)
+        model = trainer_parity.with_lora(model, TARGETS)
     options = {"optim": "sgd"} | CASES[case]
 
     def run(trainer_class, more):
-        return trainer_runs.run(trainer_class, model, tmp_path, rows=ragged_rows(48), **(options | more))
+        return trainer_parity.run(trainer_class, model, tmp_path, rows=ragged_rows(48), **(options | more))
 
     assert_same_three(run, (LigerTrainer, Trainer), least=4)
 
@@ -139,8 +137,8 @@ def test_a_run_that_goes_on_from_a_checkpoint(recorders, tmp_path):
     """It captures again after its first step."""
     model = model_of("llama")
     options = {"save_strategy": "steps", "save_steps": 3, "rows": ragged_rows(48), "cuda_graphs": "true"}
-    want, whole = sft_runs.run(LigerSFTTrainer, model, tmp_path, **options)
-    _, again = sft_runs.run(LigerSFTTrainer, model, tmp_path, train=False, **options)
+    want, whole = trainer_parity.run(LigerSFTTrainer, model, tmp_path, **options)
+    _, again = trainer_parity.run(LigerSFTTrainer, model, tmp_path, train=False, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "LigerSFTTrainer" / "checkpoint-3"))
     assert replayed(again) == 2
     assert_same_weights(again, whole)
@@ -181,7 +179,7 @@ def test_a_callback_that_changes_the_model_takes_effect_at_once(change, recorder
 
     def run(trainer_class, more):
         given = {"callbacks": [Changes(change)]}
-        return sft_runs.run(
+        return trainer_parity.run(
             trainer_class, model, tmp_path, rows=ragged_rows(48), trainer_options=given, **options, **more
         )
 
@@ -204,10 +202,12 @@ def test_gradients_and_metrics_that_a_callback_keeps(recorders, tmp_path):
     given = {"callbacks": [keeps]}
     rows = ragged_rows(48)
     model = model_of("llama")
-    got, trainer = sft_runs.run(
+    got, trainer = trainer_parity.run(
         LigerSFTTrainer, model, tmp_path, rows=rows, trainer_options=given, max_grad_norm=0.0, cuda_graphs="true", **SGD
     )
-    want, _ = sft_runs.run(LigerSFTTrainer, model, tmp_path, rows=rows, max_grad_norm=0.0, cuda_graphs="false", **SGD)
+    want, _ = trainer_parity.run(
+        LigerSFTTrainer, model, tmp_path, rows=rows, max_grad_norm=0.0, cuda_graphs="false", **SGD
+    )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
     assert len(keeps.kept) == 6
     for kept, copies in zip(keeps.kept[:-1], keeps.copies, strict=False):
@@ -220,7 +220,7 @@ def test_two_trainers_in_turn_on_one_model(recorders, tmp_path):
     for mode, model in zip(("true", "false"), models, strict=True):
         for _ in range(2):
             args = {"rows": rows, "cuda_graphs": mode} | SGD
-            _, trainer = sft_runs.run(LigerSFTTrainer, model, tmp_path, train=False, **args)
+            _, trainer = trainer_parity.run(LigerSFTTrainer, model, tmp_path, train=False, **args)
             trainer.model.load_state_dict(model.state_dict())
             trainer.train()
             model.load_state_dict(trainer.model.state_dict())
@@ -230,7 +230,9 @@ def test_two_trainers_in_turn_on_one_model(recorders, tmp_path):
 
 
 def test_a_trainer_that_is_gone_frees_its_model(recorders, tmp_path):
-    _, trainer = sft_runs.run(LigerSFTTrainer, model_of("llama"), tmp_path, rows=ragged_rows(48), cuda_graphs="true")
+    _, trainer = trainer_parity.run(
+        LigerSFTTrainer, model_of("llama"), tmp_path, rows=ragged_rows(48), cuda_graphs="true"
+    )
     assert replayed(trainer) > 0
     model = weakref.ref(trainer.model)
     twin = copy.deepcopy(trainer.model)
@@ -249,7 +251,7 @@ class Breaks(TrainerCallback):
 def test_an_error_of_a_callback_releases_all(recorders, tmp_path):
     rows = ragged_rows(48)
     given = {"callbacks": [Breaks()]}
-    _, trainer = sft_runs.run(
+    _, trainer = trainer_parity.run(
         LigerSFTTrainer, model_of("llama"), tmp_path, rows=rows, train=False, trainer_options=given, cuda_graphs="true"
     )
     with pytest.raises(ValueError, match="a callback has failed"):

@@ -12,10 +12,8 @@ import pytest
 import torch
 from killed_run import train_with_dropout
 from peft import PeftModel
-from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
-from trainer_runs import lora
-from trainer_runs import run as run_hf
+from trainer_parity import run, with_lora
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM, TrainerCallback, TrainerState
 
 from liger_trainer import LigerTrainer, apply_liger, remove_liger
@@ -28,7 +26,7 @@ def logits(model):
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_a_trained_model_loads_in_plain_transformers(model_type, tmp_path):
-    _, trainer = run_hf(LigerTrainer, tiny_model(model_type), tmp_path)
+    _, trainer = run(LigerTrainer, tiny_model(model_type), tmp_path)
     trainer.save_model(tmp_path / "saved")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
     assert plain.state_dict().keys() == trainer.model.state_dict().keys()
@@ -38,7 +36,7 @@ def test_a_trained_model_loads_in_plain_transformers(model_type, tmp_path):
 
 
 def test_an_adapter_loads_in_plain_peft(tmp_path):
-    _, trainer = run_hf(LigerTrainer, lora(tiny_model("llama"), ["q_proj", "down_proj", "lm_head"]), tmp_path)
+    _, trainer = run(LigerTrainer, with_lora(tiny_model("llama"), ["q_proj", "down_proj", "lm_head"]), tmp_path)
     trainer.save_model(tmp_path / "saved")
     plain = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "saved")
     torch.testing.assert_close(logits(plain), logits(trainer.model), rtol=1e-4, atol=1e-4)
@@ -46,12 +44,12 @@ def test_an_adapter_loads_in_plain_peft(tmp_path):
 
 def test_peft_after_patching():
     rows = collate(ragged_rows(4))
-    before = lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
+    before = with_lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
     apply_liger(before)
     after = tiny_model("llama")
     apply_liger(after)
-    after = lora(after, ["q_proj", "gate_proj", "lm_head"])
-    plain = lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
+    after = with_lora(after, ["q_proj", "gate_proj", "lm_head"])
+    plain = with_lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
     for model in (before, after, plain):
         model.train()(**rows).loss.backward()
     for name, p in plain.named_parameters():
@@ -63,7 +61,7 @@ def test_peft_after_patching():
 
 
 def test_generate_after_training(tmp_path):
-    _, trainer = run_sft(tiny_sft(), tiny_model("llama"), tmp_path)
+    _, trainer = run(tiny_sft(), tiny_model("llama"), tmp_path)
     model = trainer.model.eval()
     prompt = torch.tensor([[5, 9, 11]])
     got = model.generate(prompt, max_new_tokens=8, do_sample=False)
@@ -96,9 +94,9 @@ def test_experts_that_are_saved_one_by_one_are_loaded_again(tmp_path):
     The stock trainer warns of missing weights and goes on.
     """
     steps = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    want, whole = run_sft(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, **steps)
+    want, whole = run(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, **steps)
     checkpoint = tmp_path / "LigerSFTTrainer" / "checkpoint-2"
-    _, trainer = run_sft(tiny_sft(), tiny_model("qwen3_moe", seed=3), tmp_path, train=False, **steps)
+    _, trainer = run(tiny_sft(), tiny_model("qwen3_moe", seed=3), tmp_path, train=False, **steps)
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert [log["loss"] for log in trainer.state.log_history if "loss" in log] == want[:, 0].tolist()
     for (name, p), ref in zip(trainer.model.named_parameters(), whole.model.parameters(), strict=True):
@@ -110,7 +108,7 @@ def test_a_router_in_another_dtype_is_loaded_again(tmp_path):
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     for layer in model.model.layers:
         layer.mlp.gate.float()
-    _, trainer = run_sft(tiny_sft(), model, tmp_path, save_strategy="steps", save_steps=1, max_steps=1, bf16=True)
+    _, trainer = run(tiny_sft(), model, tmp_path, save_strategy="steps", save_steps=1, max_steps=1, bf16=True)
     saved = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     with torch.no_grad():
         for p in trainer.model.parameters():
@@ -131,7 +129,7 @@ def test_the_best_model_has_its_own_experts(tmp_path):
         "metric_for_best_model": "eval_loss",
         "greater_is_better": True,
     }
-    _, trainer = run_sft(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, **best)
+    _, trainer = run(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, **best)
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     want = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
     for (name, p), ref in zip(trainer.model.named_parameters(), want.parameters(), strict=True):
@@ -189,7 +187,7 @@ def test_the_best_model_is_loaded_into_the_model_that_is_there(change, tmp_path)
             if state.global_step == 1:
                 at_step_1.update({name: p.detach().clone() for name, p in model.state_dict().items()})
 
-    _, trainer = run_sft(tiny_sft(), model, tmp_path, train=False, **best)
+    _, trainer = run(tiny_sft(), model, tmp_path, train=False, **best)
     trainer.add_callback(Remembers())
     trainer.model.lock = threading.Lock()  # it cannot be copied
     trainer.train()
@@ -203,9 +201,7 @@ def test_the_best_model_is_loaded_into_the_model_that_is_there(change, tmp_path)
 
 def test_a_checkpoint_that_lacks_weights_of_the_model_is_an_error(tmp_path):
     """A head may have been added between two runs. `from_pretrained` would draw its weights at random."""
-    _, trainer = run_sft(
-        tiny_sft(), tiny_model("qwen3_moe"), tmp_path, save_strategy="steps", save_steps=1, max_steps=1
-    )
+    _, trainer = run(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     with_a_head(trainer.model)
     with pytest.raises(RuntimeError, match="checkpoint-1 lacks 2 weights of the model, such as value_head.bias"):
         trainer._load_from_checkpoint(str(tmp_path / "LigerSFTTrainer" / "checkpoint-1"))

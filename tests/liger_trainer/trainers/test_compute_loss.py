@@ -6,17 +6,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import logged_values
-from sft_runs import run as run_sft
 from tiny_models import ragged_rows, tiny_model
-from trainer_runs import assert_same, lora
-from trainer_runs import run as run_hf
+from trainer_parity import assert_same_numbers, logged_values, run, with_lora
 from transformers import Trainer
 from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer
 
-BOTH = pytest.mark.parametrize("ours, run", [(LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)])
+BOTH = pytest.mark.parametrize("ours", [LigerTrainer, LigerSFTTrainer])
 
 
 def focal(logits, labels, num_items_in_batch):
@@ -55,7 +52,7 @@ def mixed(trainer_class, **own):
 
 @pytest.mark.parametrize("how", ["attribute", "method", "key", "function", "unpacked"])
 @BOTH
-def test_the_error_names_the_ways_out(ours, run, how, tmp_path):
+def test_the_error_names_the_ways_out(ours, how, tmp_path):
     with pytest.raises((TypeError, AttributeError, KeyError, ValueError)) as error:
         run(mixed(ours, how=how), tiny_model("llama"), tmp_path)
     note = "\n".join(getattr(error.value, "__notes__", ["no note"]))
@@ -64,9 +61,9 @@ def test_the_error_names_the_ways_out(ours, run, how, tmp_path):
 
 
 @BOTH
-def test_it_is_warned_about_at_construction(ours, run, tmp_path, caplog):
+def test_it_is_warned_about_at_construction(ours, tmp_path, caplog):
     with caplog.at_level("INFO", "liger_trainer"):
-        run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False)
+        run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False)
     assert "compute_loss" not in caplog.text
     caplog.clear()
     with caplog.at_level("INFO", "liger_trainer"), pytest.raises(AttributeError):
@@ -78,14 +75,14 @@ def test_it_is_warned_about_at_construction(ours, run, tmp_path, caplog):
 def test_both_ways_out_train_and_evaluate_as_stock(tmp_path):
     split = (4, 2)
     evaluation = {"eval_rows": ragged_rows(8), "eval_strategy": "steps", "eval_steps": 1}
-    want, stock = run_hf(mixed(Trainer), tiny_model("llama"), tmp_path, split, **evaluation)
+    want, stock = run(mixed(Trainer), tiny_model("llama"), tmp_path, split, **evaluation)
     called = {"call": {"skip_logits": False}}
-    got, called = run_hf(mixed(LigerTrainer, **called), tiny_model("llama"), tmp_path, split, **evaluation)
+    got, called = run(mixed(LigerTrainer, **called), tiny_model("llama"), tmp_path, split, **evaluation)
     off = {"liger_config": {"fused_linear_cross_entropy": False}}
-    unfused, switched = run_hf(mixed(LigerTrainer), tiny_model("llama"), tmp_path, split, **evaluation, **off)
+    unfused, switched = run(mixed(LigerTrainer), tiny_model("llama"), tmp_path, split, **evaluation, **off)
     assert called.uses_fused_head and not switched.uses_fused_head
-    assert_same(got, want)
-    assert_same(unfused, want)
+    assert_same_numbers(got, want)
+    assert_same_numbers(unfused, want)
     trainers = (stock, called, switched)
     evaluated = [logged_values(t, "eval_loss") for t in trainers]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5) and len(evaluated[0]) == 2
@@ -97,14 +94,14 @@ def test_an_override_is_evaluated_on_real_logits_without_a_warning(tmp_path):
     results = []
     for trainer_class in (Trainer, LigerTrainer):
         call = {} if trainer_class is Trainer else {"skip_logits": False}
-        _, trainer = run_hf(mixed(trainer_class, call=call), tiny_model("llama"), tmp_path)
+        _, trainer = run(mixed(trainer_class, call=call), tiny_model("llama"), tmp_path)
         trainer.call = {}  # no message is needed in evaluation
         results.append(trainer.evaluate(ragged_rows(8))["eval_loss"])
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
 @BOTH
-def test_other_errors_are_left_alone(ours, run, tmp_path):
+def test_other_errors_are_left_alone(ours, tmp_path):
     class Broken(ours):
         def compute_loss(self, *args, **kwargs):
             raise TypeError("something else")
@@ -115,7 +112,7 @@ def test_other_errors_are_left_alone(ours, run, tmp_path):
 
 
 @BOTH
-def test_compute_loss_func_is_said_to_build_logits(ours, run, tmp_path, caplog):
+def test_compute_loss_func_is_said_to_build_logits(ours, tmp_path, caplog):
     def loss(outputs, labels, num_items_in_batch=None):
         return focal(outputs.logits, labels, num_items_in_batch)
 
@@ -169,10 +166,10 @@ TERMS = {
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated")
 def test_a_term_of_what_sft_s_call_returns(term, options, tmp_path):
     want, got = (
-        run_sft(type("Own", (WithTerm, trainer), {"term": TERMS[term]}), tiny_model("llama"), tmp_path, **options)[0]
+        run(type("Own", (WithTerm, trainer), {"term": TERMS[term]}), tiny_model("llama"), tmp_path, **options)[0]
         for trainer in (SFTTrainer, LigerSFTTrainer)
     )
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 def test_a_term_of_a_hook_s_on_the_model(tmp_path):
@@ -191,10 +188,10 @@ def test_a_term_of_a_hook_s_on_the_model(tmp_path):
             return outputs
 
     want, got = (
-        run_sft(type("Own", (Hooked, trainer), {}), tiny_model("llama"), tmp_path)[0]
+        run(type("Own", (Hooked, trainer), {}), tiny_model("llama"), tmp_path)[0]
         for trainer in (SFTTrainer, LigerSFTTrainer)
     )
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -214,11 +211,11 @@ def test_a_hook_on_the_whole_model_sees_logits(options, adapter, tmp_path):
                 return super().training_step(*args, **kwargs)
 
         model = tiny_model("llama")
-        model = lora(model, ["q_proj"]) if adapter else model
-        got, trainer = run_hf(Watched, model, tmp_path, **options)
+        model = with_lora(model, ["q_proj"]) if adapter else model
+        got, trainer = run(Watched, model, tmp_path, **options)
         trainer.evaluate(ragged_rows(4))
         runs.append((got, torch.stack(seen).detach()))
-    assert_same(runs[1][0], runs[0][0])
+    assert_same_numbers(runs[1][0], runs[0][0])
     torch.testing.assert_close(runs[1][1], runs[0][1], rtol=1e-4, atol=1e-5)
     (why,) = trainer.liger_report["fused_linear_cross_entropy"].skipped.values()
     assert "a forward hook" in why

@@ -7,11 +7,10 @@ import json
 import logging
 
 import pytest
-from rerun_recorder import RerunRecorder, capture_on_cpu
 from tiny_models import collate, ragged_rows
-from trainer_runs import assert_same, run
+from trainer_parity import assert_same_numbers, run
 from transformers import TrainingArguments
-from varlen_batches import model_of
+from varlen_batches import RerunRecorder, capture_on_cpu, model_of
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 from liger_trainer.trainers import cuda_graphs
@@ -73,7 +72,7 @@ def test_captured_steps_equal_uncaptured_ones_and_are_reported(split, tmp_path, 
     capture_on_cpu(monkeypatch)
     with caplog.at_level(logging.INFO, logger="liger_trainer"):
         got, trainer = run(LigerTrainer, model_of(), tmp_path, split=split, cuda_graphs="true")
-    assert_same(got, want)
+    assert_same_numbers(got, want)
     written = json.loads((tmp_path / "LigerTrainer" / "liger_report.json").read_text())["cuda_graphs"]
     assert written["off"] is None and written["calls_replayed"] == 1, "the first micro-batch of the second step"
     assert len(written["sizes"]) == 1 and written["calls_not_captured"]["the first call of its kind"] == 1

@@ -4,11 +4,8 @@ import copy
 
 import pytest
 import torch
-from parity import LargestTensor
-from sft_runs import run as run_sft
-from tiny_models import collate, masked_lm, ragged_rows, tiny_model
-from trainer_runs import SPLITS, Plain, assert_same
-from trainer_runs import run as run_hf
+from tiny_models import LargestTensor, collate, masked_lm, ragged_rows, tiny_model
+from trainer_parity import SPLITS, Plain, assert_same_numbers, run
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, Trainer
 from trl import SFTTrainer
 
@@ -63,9 +60,9 @@ def penalty(log_p, log_probs, outputs):
 def test_focal_loss_on_both_trainers(split, tmp_path):
     model = tiny_model("llama")
     options = {"trainer_options": {"compute_loss_func": stock_loss(focal)}}
-    want, _ = run_sft(LigerSFTTrainer, model, tmp_path, split, **options)
-    got, _ = run_sft(FocalSFTTrainer, model, tmp_path, split)
-    assert_same(got, want)
+    want, _ = run(LigerSFTTrainer, model, tmp_path, split, **options)
+    got, _ = run(FocalSFTTrainer, model, tmp_path, split)
+    assert_same_numbers(got, want)
     args = LigerTrainingArguments(
         output_dir=str(tmp_path),
         per_device_train_batch_size=split[0],
@@ -80,7 +77,7 @@ def test_focal_loss_on_both_trainers(split, tmp_path):
     trainer = FocalTrainer(model=copy.deepcopy(model), args=args, train_dataset=ragged_rows(), data_collator=collate)
     trainer.train()
     hf = torch.tensor([[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]).double()
-    assert_same(hf, want[:, :2])
+    assert_same_numbers(hf, want[:, :2])
     assert trainer.evaluate(ragged_rows())["eval_loss"] > 0
 
 
@@ -88,13 +85,13 @@ def test_entropy_and_hidden_states(tmp_path):
     model = tiny_model("gemma2")
     model.config.output_hidden_states = True  # for the stock side
     stock = {"trainer_options": {"compute_loss_func": stock_loss(penalty)}}
-    want, _ = run_sft(LigerSFTTrainer, model, tmp_path, **stock)
-    got, _ = run_sft(ConfidencePenalty, model, tmp_path)
-    assert_same(got, want)
+    want, _ = run(LigerSFTTrainer, model, tmp_path, **stock)
+    got, _ = run(ConfidencePenalty, model, tmp_path)
+    assert_same_numbers(got, want)
 
 
 def test_no_logits_for_an_own_loss(tmp_path):
-    _, trainer = run_sft(ConfidencePenalty, tiny_model("llama", vocab_size=4096), tmp_path, train=False)
+    _, trainer = run(ConfidencePenalty, tiny_model("llama", vocab_size=4096), tmp_path, train=False)
     batch = collate(ragged_rows(8))
     with LargestTensor() as largest:
         trainer.compute_loss(trainer.model.train(), dict(batch)).backward()
@@ -124,7 +121,7 @@ def test_an_own_loss_that_would_be_ignored_is_refused(options, message, tmp_path
 )
 def test_a_second_custom_loss_is_refused(options, name, tmp_path):
     with pytest.raises(ValueError, match=f"overrides token_loss, but {name} is .*only one of them can"):
-        run_sft(FocalSFTTrainer, tiny_model("llama"), tmp_path, train=False, **options)
+        run(FocalSFTTrainer, tiny_model("llama"), tmp_path, train=False, **options)
 
 
 class WrongShape:
@@ -135,18 +132,18 @@ class WrongShape:
         return {"mean": loss.mean(), "slice": loss[:, 1:], "column": loss[:, :1], "float": 1.0}[self.shape]
 
 
-@pytest.mark.parametrize("trainer_class, run", [(LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)])
+@pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
 @pytest.mark.parametrize(
     "shape, came", [("mean", r"\(\)"), ("slice", r"\(8, 18\)"), ("column", r"\(8, 1\)"), ("float", "float 1.0")]
 )
-def test_a_loss_of_another_shape_is_refused(trainer_class, run, shape, came, tmp_path):
+def test_a_loss_of_another_shape_is_refused(trainer_class, shape, came, tmp_path):
     wrong = type("Wrong", (WrongShape, trainer_class), {"shape": shape})
     with pytest.raises(ValueError, match=rf"token_loss returned .*{came}; expected one loss per label, \(8, 19\)"):
         run(wrong, tiny_model("llama"), tmp_path)
 
 
-@pytest.mark.parametrize("trainer_class, run", [(LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)])
-def test_what_a_token_loss_says_of_places_without_label_does_not_count(trainer_class, run, tmp_path):
+@pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
+def test_what_a_token_loss_says_of_places_without_label_does_not_count(trainer_class, tmp_path):
     class Everywhere(trainer_class):
         def token_loss(self, outputs, inputs):
             return 7 - outputs.log_probs.masked_fill(~outputs.label_mask, torch.nan)
@@ -158,10 +155,10 @@ def test_what_a_token_loss_says_of_places_without_label_does_not_count(trainer_c
     want, _ = run(WhereLabelsAre, tiny_model("llama"), tmp_path)
     got, _ = run(Everywhere, tiny_model("llama"), tmp_path)
     assert torch.isfinite(want).all()
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
-@pytest.mark.parametrize("trainer_class, run", [(LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)])
+@pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
 @pytest.mark.parametrize(
     "names, message",
     [
@@ -170,7 +167,7 @@ def test_what_a_token_loss_says_of_places_without_label_does_not_count(trainer_c
         ("entropy", "token_outputs has the unknown name 'e'; expected names of: .*entropy"),
     ],
 )
-def test_unknown_token_outputs_are_refused_at_construction(trainer_class, run, names, message, tmp_path):
+def test_unknown_token_outputs_are_refused_at_construction(trainer_class, names, message, tmp_path):
     wrong = type("Wrong", (Focal, trainer_class), {"token_outputs": names})
     with pytest.raises(ValueError, match=message):
         run(wrong, tiny_model("llama"), tmp_path)
@@ -179,13 +176,13 @@ def test_unknown_token_outputs_are_refused_at_construction(trainer_class, run, n
 EXPERTS = {"router_aux_loss_coef": 0.1, "output_router_logits": True}
 
 
-@pytest.mark.parametrize("ours, stock, run", [(LigerTrainer, Trainer, run_hf), (LigerSFTTrainer, SFTTrainer, run_sft)])
+@pytest.mark.parametrize("ours, stock", [(LigerTrainer, Trainer), (LigerSFTTrainer, SFTTrainer)])
 @pytest.mark.parametrize("model_type, split", [("qwen3_moe", (4, 2)), ("gpt_oss", (8, 1))], ids=str)
-def test_the_router_s_loss_is_added_to_an_own_loss(ours, stock, run, split, model_type, tmp_path):
+def test_the_router_s_loss_is_added_to_an_own_loss(ours, stock, split, model_type, tmp_path):
     model = tiny_model(model_type, **EXPERTS)
     want, _ = run(stock, model, tmp_path, split)
     got, _ = run(type("Own", (Plain, ours), {}), model, tmp_path, split)
-    assert_same(got, want)
+    assert_same_numbers(got, want)
     without, _ = run(stock, tiny_model(model_type, **{**EXPERTS, "router_aux_loss_coef": 0.0}), tmp_path, split)
     assert ((want - without)[:, 0] > 0.05).all(), "the router's loss is too small to be missed"
 
@@ -197,14 +194,14 @@ def encoder_decoder():
 
 
 @pytest.mark.parametrize(
-    "trainer_class, run, make, reason",
+    "trainer_class, make, reason",
     [
-        (LigerTrainer, run_hf, masked_lm, "BertForMaskedLM is a masked language model"),
-        (LigerTrainer, run_hf, encoder_decoder, "BartForConditionalGeneration is an encoder-decoder model"),
-        (LigerSFTTrainer, run_sft, encoder_decoder, "BartForConditionalGeneration is an encoder-decoder model"),
+        (LigerTrainer, masked_lm, "BertForMaskedLM is a masked language model"),
+        (LigerTrainer, encoder_decoder, "BartForConditionalGeneration is an encoder-decoder model"),
+        (LigerSFTTrainer, encoder_decoder, "BartForConditionalGeneration is an encoder-decoder model"),
     ],
 )
-def test_models_with_other_labels_than_the_next_tokens_are_refused(trainer_class, run, make, reason, tmp_path):
+def test_models_with_other_labels_than_the_next_tokens_are_refused(trainer_class, make, reason, tmp_path):
     with pytest.raises(ValueError, match=f"overrides token_loss, .*but .*{reason}.*compute_loss"):
         run(type("Own", (Plain, trainer_class), {}), make(), tmp_path)
     with pytest.raises(ValueError, match=f"eval_predictions is 'tokens', but .*{reason}.*'logits'"):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from parity import KeepGradients
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
+from liger_trainer.verify.observed import KeepGradients
 
 
 class WithoutCastsToFp32(TorchFunctionMode):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import PROCESSED, image_model, noise_image, placeholder, processor_of
-from parity import CANCELLING
 from peft import LoraConfig
+from tiny_models import CANCELLING
 from trainer_parity import assert_same_training, letters, moved
 from trl import (
     DPOConfig,

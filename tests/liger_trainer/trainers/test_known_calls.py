@@ -5,8 +5,7 @@ import copy
 import torch
 from accelerate.utils.other import extract_model_from_parallel
 from datasets import Dataset
-from tiny_models import tiny_model, tiny_tokenizer
-from trainer_parity import pair_rows
+from tiny_models import pair_rows, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from liger_trainer import (

@@ -6,10 +6,9 @@ from types import MethodType
 
 import pytest
 import torch
-from sft_runs import run
 from tiny_models import tiny_model
 from torch import nn
-from trainer_runs import lora
+from trainer_parity import run, with_lora
 
 from liger_trainer import LigerSFTTrainer
 from liger_trainer.trainers import module_walks
@@ -17,7 +16,7 @@ from liger_trainer.trainers import module_walks
 
 def model_of(kind):
     model = tiny_model("llama")
-    return lora(model, ["q_proj", "v_proj"]) if kind == "lora" else model
+    return with_lora(model, ["q_proj", "v_proj"]) if kind == "lora" else model
 
 
 def build(folder, **options):

@@ -4,13 +4,11 @@ import copy
 import pickle
 
 import pytest
-import sft_runs
 import torch
 from medusa_brute_force import medusa_trainer
 from memory_runs import LAYERS, At, CountedMemory, logs_of, make, same_bits, same_training, train
 from tiny_models import tiny_model
-from trainer_parity import build_dpo
-from trainer_runs import lora
+from trainer_parity import build_dpo, run, with_lora
 from transformers import TrainerCallback
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
@@ -57,7 +55,7 @@ def test_patched_models(family, checkpointing, tmp_path):
 
 
 def test_lora_on_a_patched_model(tmp_path):
-    model = lambda: lora(tiny_model("llama"), ["q_proj", "v_proj", "down_proj", "lm_head"])  # noqa: E731
+    model = lambda: with_lora(tiny_model("llama"), ["q_proj", "v_proj", "down_proj", "lm_head"])  # noqa: E731
     same_training(tmp_path, checkpointing=True, model=model, **PATCHED)
 
 
@@ -427,7 +425,7 @@ def test_compiled(tmp_path):
 
 def of_sft(model, out, **options):
     options |= {"activation_checkpointing": True, "max_grad_norm": 0.0}
-    return sft_runs.run(LigerSFTTrainer, model, out, train=False, **options)[1]
+    return run(LigerSFTTrainer, model, out, train=False, **options)[1]
 
 
 def of_dpo(model, out, **options):

@@ -4,14 +4,21 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import CPTConfig, get_peft_model
-from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
-from trainer_parity import assert_same_training, build, lora
-from trainer_runs import Plain, assert_same
-from trainer_runs import run as run_hf
+from trainer_parity import (
+    STOCK,
+    Plain,
+    assert_same_numbers,
+    assert_same_training,
+    build,
+    lora,
+    method_rows,
+    one,
+    ours,
+    run,
+)
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, set_seed
 from trl import SFTConfig, SFTTrainer
-from trl_trainers import STOCK, one, ours, rows_of
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer, apply_liger, remove_liger
 
@@ -48,7 +55,7 @@ def test_a_compiled_model(adapter, called, tmp_path):
         trainer.train()
         runs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
     assert trainer.uses_fused_head and trainer.liger_report["rms_norm"].swapped
-    assert_same(torch.tensor(runs[1]).double(), torch.tensor(runs[0]).double())
+    assert_same_numbers(torch.tensor(runs[1]).double(), torch.tensor(runs[0]).double())
 
 
 def cpt():
@@ -68,25 +75,25 @@ def cpt():
 
 @pytest.mark.parametrize("split", [(8, 1), (4, 2)], ids=str)
 def test_a_cpt_adapter_trains_unfused(split, tmp_path):
-    want, _ = run_hf(Trainer, cpt(), tmp_path, split)
-    got, trainer = run_hf(LigerTrainer, cpt(), tmp_path, split)
+    want, _ = run(Trainer, cpt(), tmp_path, split)
+    got, trainer = run(LigerTrainer, cpt(), tmp_path, split)
     part = trainer.liger_report["fused_linear_cross_entropy"]
     assert "is CPT, which computes its own loss" in part.skipped["lm_head"] and trainer.liger_report["rope"].swapped
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 def test_what_a_cpt_adapter_excludes(tmp_path):
     with pytest.raises(ValueError, match="Own overrides token_loss, .*but the adapter 'default' is CPT"):
-        run_hf(type("Own", (Plain, LigerTrainer), {}), cpt(), tmp_path)
+        run(type("Own", (Plain, LigerTrainer), {}), cpt(), tmp_path)
     with pytest.raises(ValueError, match="eval_predictions is 'tokens', but the adapter 'default' is CPT"):
-        run_hf(LigerTrainer, cpt(), tmp_path, eval_predictions="tokens")
+        run(LigerTrainer, cpt(), tmp_path, eval_predictions="tokens")
 
 
 def test_a_cpt_adapter_where_trl_cannot_train_it(tmp_path):
     with pytest.raises(AttributeError, match="no attribute 'logits'"):
-        run_sft(SFTTrainer, cpt(), tmp_path)
+        run(SFTTrainer, cpt(), tmp_path)
     with pytest.raises(ValueError, match="SFTTrainer of trl .* builds no logits, but .* is CPT.*Use LigerTrainer"):
-        run_sft(LigerSFTTrainer, cpt(), tmp_path)
+        run(LigerSFTTrainer, cpt(), tmp_path)
 
 
 def encoder_decoder():
@@ -114,7 +121,7 @@ def unchecked(classes, method, folder, **options):
     trainer_class, args_class = classes
     liger_config = {"fused_linear_cross_entropy": True} if "Liger" in trainer_class.__name__ else None
     extra = {} if liger_config is None or not options.get("use_liger", True) else {"liger_config": liger_config}
-    return build(trainer_class, args_class, encoder_decoder(), folder, rows_of(method), **extra, **options)
+    return build(trainer_class, args_class, encoder_decoder(), folder, method_rows(method), **extra, **options)
 
 
 @pytest.mark.parametrize("trainer_class, args_class", [(LigerTrainer, TrainingArguments), (LigerSFTTrainer, SFTConfig)])
@@ -149,7 +156,7 @@ def test_a_trainer_of_pairs_after_remove_liger(method, tmp_path):
 
 
 def test_an_own_loss_after_remove_liger_is_an_error(tmp_path):
-    for trainer_class, run in ((LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)):
+    for trainer_class in (LigerTrainer, LigerSFTTrainer):
         _, trainer = run(type("Own", (Plain, trainer_class), {}), tiny_model("llama"), tmp_path)
         remove_liger(trainer.model)
         with pytest.raises(RuntimeError, match="The loss of Own needs the fused LM head, which remove_liger has"):
@@ -212,8 +219,8 @@ def test_a_model_that_writes_to_the_input_of_a_lora_gets_an_error_that_says_what
         options = {"bf16": True} if config is None else {"bf16": True, "liger_config": config}
         if config is None and trainer_class is LigerTrainer:
             with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
-                run_hf(trainer_class, model, tmp_path, **options)
+                run(trainer_class, model, tmp_path, **options)
             assert 'liger_config={"lora": false}' in error.value.__notes__[-1]
         else:
-            found.append(run_hf(trainer_class, model, tmp_path, **options)[0])
-    assert_same(found[1], found[0], rtol=2e-2)
+            found.append(run(trainer_class, model, tmp_path, **options)[0])
+    assert_same_numbers(found[1], found[0], rtol=2e-2)

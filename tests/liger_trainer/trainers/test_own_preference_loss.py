@@ -4,8 +4,7 @@ import re
 
 import pytest
 from checkout import ROOT
-from parity import assert_same_gradients
-from tiny_models import tiny_model
+from tiny_models import assert_same_gradients, tiny_model
 from trainer_parity import build_dpo, trained
 
 from liger_trainer import LigerDPOTrainer

@@ -7,17 +7,19 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import image_model, noise_image, placeholder, processor_of
-from parity import KeepGradients, assert_same_gradients, logged_values
 from peft import LoraConfig
+from tiny_models import assert_same_gradients
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from trainer_parity import logged_values
 from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.trainers.packed_images import PackedRows, best_fit
 from liger_trainer.varlen import unpad_plan
+from liger_trainer.verify.observed import KeepGradients
 
 POINTS = [[28, 56], [56, 28], [56, 56]]
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from tiny_models import tiny_model
-from trainer_parity import assert_same_step, batch_of, build_pairs, step
-from trainer_runs import lora
+from trainer_parity import assert_same_step, batch_of, build_pairs, step, with_lora
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -36,7 +35,7 @@ def mean_of_answers(model, batch, answer):
 @pytest.mark.parametrize("adapted", [[], ["q_proj", "lm_head"]], ids=["full", "lora"])
 def test_all_else_is_the_same_and_padding_is_left_out(kind, adapted, tmp_path):
     ours_class, ours_args, stock_class, stock_args = CLASSES[kind]
-    model = lora(by_lengths(), adapted) if adapted else by_lengths()
+    model = with_lora(by_lengths(), adapted) if adapted else by_lengths()
     ours = build_pairs(ours_class, ours_args, model, tmp_path, padding_in_metrics=False)
     stock = build_pairs(stock_class, stock_args, model, tmp_path)
     batch = batch_of(stock)

@@ -8,7 +8,7 @@ from tiny_models import tiny_model
 from trainer_parity import (
     CHUNK_BYTES,
     PAIR_LIMITS,
-    SPLITS,
+    PAIR_SPLITS,
     WORDS,
     assert_head_is_ours,
     assert_no_logits,
@@ -19,9 +19,9 @@ from trainer_parity import (
     build_pairs,
     logged,
     step,
+    with_lora,
     without_times,
 )
-from trainer_runs import lora
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.trainer.base_config import _BaseConfig
 
@@ -42,7 +42,7 @@ def pair(model, tmp_path, **options):
 @pytest.mark.parametrize(
     "loss_type, model_type, kind, split",
     [
-        (loss_type, *(("llama", "full", SPLITS[1]), ("qwen3", "lora", SPLITS[0]))[i % 2])
+        (loss_type, *(("llama", "full", PAIR_SPLITS[1]), ("qwen3", "lora", PAIR_SPLITS[0]))[i % 2])
         for i, loss_type in enumerate(LOSS_TYPES)
     ],
     ids=str,
@@ -50,7 +50,7 @@ def pair(model, tmp_path, **options):
 def test_every_logged_number_of_every_step(loss_type, model_type, kind, split, tmp_path):
     model = tiny_model(model_type)
     if kind == "lora":
-        model = lora(model, ["q_proj", "v_proj", "gate_proj", "lm_head"])
+        model = with_lora(model, ["q_proj", "v_proj", "gate_proj", "lm_head"])
     ours, stock = pair(model, tmp_path, split=split, loss_type=loss_type)
     want = assert_same_training(ours, stock, limits=PAIR_LIMITS)
     assert len(want) == 3 and {"grad_norm", "logits/chosen", "rewards/margins", "nll_loss"} <= want[0].keys()

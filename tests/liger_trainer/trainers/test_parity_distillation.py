@@ -5,11 +5,9 @@ import copy
 import pytest
 import torch
 import trl.trainer.distillation_trainer as trl_distillation
-from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from tiny_models import VOCAB, tiny_model
-from trainer_parity import WRITING, assert_same_training, build, lora, moved, own_fields, words
-from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
+from tiny_models import VOCAB, LogitRows, assert_same_gradients, tiny_model, words
+from trainer_parity import LLAMA_AND_SLOWLY_QWEN3, WRITING, assert_same_training, build, lora, moved, own_fields
 from trl import DistillationConfig, DistillationTrainer
 
 from liger_trainer import LigerDistillationConfig, LigerDistillationTrainer

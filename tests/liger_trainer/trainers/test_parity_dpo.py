@@ -10,21 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from parity import LargestTensor
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny_models import tiny_model
-from trainer_parity import (
-    DPO_LIMITS,
-    LORA,
-    assert_same_run,
-    batch_of,
-    build_dpo,
-    logps_of_logits,
-    own_fields,
-    ragged_pairs,
-    trained,
-)
-from trainer_runs import lora
+from tiny_models import LargestTensor, ragged_pairs, tiny_model
+from trainer_parity import DPO_LIMITS, LORA, assert_same_run, batch_of, build_dpo, own_fields, trained, with_lora
 from trl import DPOConfig, DPOTrainer
 
 from liger_trainer import LigerDPOTrainer
@@ -40,6 +28,13 @@ OPTIONS = {
     "aot_unpaired": {"label_smoothing": 0.1},
     "discopop": {"discopop_tau": 0.5},
 }
+
+
+def logps_of_logits(model, batch):
+    """Sum of the log-probabilities of each completion, from real logits."""
+    log_p = torch.log_softmax(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits, -1)
+    per_token = log_p[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return (per_token * batch["completion_mask"][:, 1:]).sum(1).chunk(2)
 
 
 def compare(model, tmp_path, split=(4, 1), **options):
@@ -101,7 +96,7 @@ GRID = [("sigmoid", *cell) for cell in CELLS] + [
 @pytest.mark.parametrize("loss_type, model_type, kind, split", GRID, ids=str)
 def test_every_loss_type(loss_type, model_type, kind, split, tmp_path):
     model = tiny_model(model_type)
-    model = lora(model, LORA) if kind == "lora" else model
+    model = with_lora(model, LORA) if kind == "lora" else model
     compare(model, tmp_path, split, loss_type=loss_type, **OPTIONS.get(loss_type, {}))
 
 
@@ -151,7 +146,7 @@ def test_the_reference_is_an_adapter_disabled_or_a_second_one(kind, tmp_path):
     torch.manual_seed(0)
     model, given = tiny_model("llama"), {}
     if kind == "second":
-        model = lora(model, ["q_proj", "up_proj"])
+        model = with_lora(model, ["q_proj", "up_proj"])
     else:
         given = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)}
     trainer = compare(model, tmp_path, trainer_options=given)
@@ -188,7 +183,7 @@ def test_an_adapter_on_the_head_that_trl_refuses(tmp_path):
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_any_upstream_gradient_and_an_auxiliary_loss(kind, tmp_path):
-    model = lora(tiny_model("llama"), LORA) if kind == "lora" else tiny_model("llama")
+    model = with_lora(tiny_model("llama"), LORA) if kind == "lora" else tiny_model("llama")
     grads = []
     for trainer_class in (DPOTrainer, LigerDPOTrainer):
         trainer = build_dpo(trainer_class, model, tmp_path, use_weighting=True)
@@ -213,7 +208,7 @@ def test_no_logits_of_policy_or_reference(kind, options, tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "_CPU_CHUNK_BYTES", 64 * 4 * 4096)  # 64 rows, out of 400 or more with a label
     model = tiny_model("llama", vocab_size=4096)
     given = {"ref_model": tiny_model("llama", vocab_size=4096, seed=7)} if kind == "full" else {}
-    model = lora(model, LORA) if kind == "lora" else model
+    model = with_lora(model, LORA) if kind == "lora" else model
     rows = [{"prompt": "w3 w4", "chosen": f" w{i}" * 60, "rejected": f" w{20 + i}" * 50} for i in range(4)]
     with LargestTensor() as largest:
         trainer = build_dpo(LigerDPOTrainer, model, tmp_path, rows=rows, trainer_options=given, **options)

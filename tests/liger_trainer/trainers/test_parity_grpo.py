@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
-from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig
-from tiny_models import VOCAB, tiny_model
+from tiny_models import VOCAB, LogitRows, assert_same_gradients, tiny_model, words
 from trainer_parity import (
+    LLAMA_AND_SLOWLY_QWEN3,
     WRITING,
     assert_same_training,
     build,
@@ -18,9 +18,7 @@ from trainer_parity import (
     moved,
     own_fields,
     with_reference,
-    words,
 )
-from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
 from trl import GRPOConfig, GRPOTrainer
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer

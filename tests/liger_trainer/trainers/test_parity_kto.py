@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny_models import VOCAB, tiny_model
-from trainer_parity import assert_same_training, build, kto_rows, lora, loss_types, moved, own_fields
+from tiny_models import VOCAB, LogitRows, assert_same_gradients, kto_rows, tiny_model
+from trainer_parity import assert_same_training, build, lora, loss_types, moved, own_fields
 from trl import KTOConfig, KTOTrainer
 
 from liger_trainer import LigerKTOConfig, LigerKTOTrainer

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 import torch
-from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from recipe_fixtures import command, losses, write_model, write_recipe
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import pair_rows, tiny_model, tiny_tokenizer
 from trainer_parity import (
     CHUNK_BYTES,
+    LLAMA_AND_SLOWLY_QWEN3,
     PAIR_LIMITS,
-    SPLITS,
+    PAIR_SPLITS,
     WORDS,
     assert_head_is_ours,
     assert_no_logits,
@@ -25,11 +25,11 @@ from trainer_parity import (
     batch_of,
     build_pairs,
     logged,
-    pair_rows,
+    logged_values,
     step,
+    with_lora,
     without_times,
 )
-from trainer_runs import LLAMA_AND_SLOWLY_QWEN3, lora
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
@@ -45,12 +45,12 @@ def pair(model, tmp_path, **options):
     return ours, stock
 
 
-@pytest.mark.parametrize("kind, split", [("full", SPLITS[0]), ("lora", SPLITS[1])], ids=str)
+@pytest.mark.parametrize("kind, split", [("full", PAIR_SPLITS[0]), ("lora", PAIR_SPLITS[1])], ids=str)
 @pytest.mark.parametrize("model_type", LLAMA_AND_SLOWLY_QWEN3)
 def test_every_logged_number_of_every_step(model_type, kind, split, tmp_path):
     model = tiny_model(model_type)
     if kind == "lora":
-        model = lora(model, ["q_proj", "v_proj", "gate_proj", "lm_head"])
+        model = with_lora(model, ["q_proj", "v_proj", "gate_proj", "lm_head"])
     ours, stock = pair(model, tmp_path, split=split)
     want = assert_same_training(ours, stock, limits=PAIR_LIMITS)
     assert len(want) == 3 and {"grad_norm", "logits/chosen", "log_odds_ratio", "nll_loss"} <= want[0].keys()
@@ -185,7 +185,13 @@ def test_a_tokenizer_without_padding_token(tmp_path):
     """Llama 3 has none. Stock stops at the first batch."""
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
-    ours = build_pairs(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, tokenizer=tokenizer)
+    ours = build_pairs(
+        LigerORPOTrainer,
+        LigerORPOConfig,
+        tiny_model("llama"),
+        tmp_path,
+        trainer_options={"processing_class": tokenizer},
+    )
     want = step(build_pairs(ORPOTrainer, ORPOConfig, tiny_model("llama"), tmp_path))
     got = step(ours)
     for metrics in (got[0], want[0]):
@@ -197,7 +203,13 @@ def test_a_tokenizer_without_any_token_to_pad_with(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token = None
     with pytest.raises(ValueError, match="neither pad_token nor eos_token; set its pad_token"):
-        build_pairs(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, tokenizer=tokenizer)
+        build_pairs(
+            LigerORPOTrainer,
+            LigerORPOConfig,
+            tiny_model("llama"),
+            tmp_path,
+            trainer_options={"processing_class": tokenizer},
+        )
 
 
 @pytest.mark.parametrize(

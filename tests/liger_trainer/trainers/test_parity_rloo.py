@@ -2,11 +2,19 @@
 
 import pytest
 import torch
-from parity import LogitRows, assert_same_gradients
 from peft import LoraConfig
-from tiny_models import VOCAB, tiny_model
-from trainer_parity import WRITING, assert_same_training, build, letters, lora, moved, own_fields, with_reference, words
-from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
+from tiny_models import VOCAB, LogitRows, assert_same_gradients, tiny_model, words
+from trainer_parity import (
+    LLAMA_AND_SLOWLY_QWEN3,
+    WRITING,
+    assert_same_training,
+    build,
+    letters,
+    lora,
+    moved,
+    own_fields,
+    with_reference,
+)
 from trl import RLOOConfig, RLOOTrainer
 
 from liger_trainer import LigerRLOOConfig, LigerRLOOTrainer

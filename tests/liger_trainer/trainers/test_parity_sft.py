@@ -5,11 +5,9 @@ Compares losses, gradient norms and every logged metric.
 
 import pytest
 import torch
-from parity import logged_values
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from sft_runs import METRICS, run
 from tiny_models import PARITY_SET, text_rows, tiny_model
-from trainer_runs import CELLS, SPLITS, assert_same, lora
+from trainer_parity import CELLS, SFT_METRICS, SPLITS, assert_same_numbers, logged_values, run, with_lora
 from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer
@@ -19,18 +17,18 @@ from liger_trainer import LigerSFTTrainer
 def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_path):
     model = tiny_model(model_type)
     if kind == "lora":
-        model = lora(model, ["q_proj", "v_proj", "gate_proj", "down_proj"])
+        model = with_lora(model, ["q_proj", "v_proj", "gate_proj", "down_proj"])
     runs, options = {}, {"gradient_checkpointing": checkpointing == "checkpointing"}
     for split in SPLITS:
         want, _ = run(SFTTrainer, model, tmp_path, split, **options)
         runs[split], trainer = run(LigerSFTTrainer, model, tmp_path, split, **options)
         assert trainer.uses_fused_head
-        assert_same(runs[split], want)
+        assert_same_numbers(runs[split], want)
     losses_and_norms = slice(
         0, 2
     )  # TRL averages entropy and accuracy over micro-batches, so they depend on the split in stock too
-    assert_same(runs[4, 2][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
-    assert_same(runs[1, 8][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
+    assert_same_numbers(runs[4, 2][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
+    assert_same_numbers(runs[1, 8][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
 
 
 @pytest.mark.parametrize(
@@ -47,7 +45,7 @@ def test_options(model_type, split, options, tmp_path):
     model = tiny_model(model_type)
     want, _ = run(SFTTrainer, model, tmp_path, split, **options)
     got, _ = run(LigerSFTTrainer, model, tmp_path, split, **options)
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 @pytest.mark.parametrize("trainer_class, passes", [(LigerSFTTrainer, 1), (SFTTrainer, 2)])
@@ -65,7 +63,7 @@ def test_the_router_s_loss_of_experts(options, tmp_path):
     model = tiny_model("qwen3_moe", router_aux_loss_coef=0.1)
     want, stock = run(SFTTrainer, model, tmp_path, (4, 2), **options)
     got, ours = run(LigerSFTTrainer, model, tmp_path, (4, 2), **options)
-    assert_same(got, want)
+    assert_same_numbers(got, want)
     logged = [logged_values(t, "aux_loss") for t in (ours, stock)]
     assert logged[0] == pytest.approx(logged[1], rel=1e-5) and len(logged[0]) == 2
 
@@ -81,7 +79,7 @@ def test_every_family(model_type, tmp_path):
     want, _ = run(SFTTrainer, model, tmp_path, (4, 2))
     got, trainer = run(LigerSFTTrainer, model, tmp_path, (4, 2))
     assert trainer.uses_fused_head
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 @pytest.mark.parametrize("completion_only", [True, False])
@@ -89,7 +87,7 @@ def test_prompt_and_completion_rows(completion_only, tmp_path):
     model = tiny_model("llama")
     want, _ = run(SFTTrainer, model, tmp_path, rows=text_rows(), completion_only_loss=completion_only)
     got, _ = run(LigerSFTTrainer, model, tmp_path, rows=text_rows(), completion_only_loss=completion_only)
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 def test_peft_config_given_to_the_trainer(tmp_path):
@@ -97,7 +95,7 @@ def test_peft_config_given_to_the_trainer(tmp_path):
     want, _ = run(SFTTrainer, tiny_model("llama"), tmp_path, **options)
     got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, **options)
     assert trainer.uses_fused_head
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
@@ -116,7 +114,7 @@ def test_an_adapter_on_the_head_that_trl_refuses(use_dora, tmp_path):
         LigerSFTTrainer, tiny_model("llama"), tmp_path, trainer_options={**options, "compute_loss_func": loss}
     )
     got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, trainer_options=options)
-    assert_same(got, want)
+    assert_same_numbers(got, want)
     moved = [name for name, p in trainer.model.named_parameters() if "lm_head" in name and p.requires_grad]
     assert moved and all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
@@ -129,7 +127,7 @@ def test_prompt_learning(tmp_path):
     want, _ = run(SFTTrainer, model, tmp_path)
     got, trainer = run(LigerSFTTrainer, model, tmp_path)
     assert trainer.uses_fused_head
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
@@ -145,7 +143,7 @@ def test_head_alone_can_be_switched_off(tmp_path):
         LigerSFTTrainer, tiny_model("llama"), tmp_path, liger_config={"fused_linear_cross_entropy": False}
     )
     assert not trainer.uses_fused_head
-    assert_same(got, want)
+    assert_same_numbers(got, want)
 
 
 def test_evaluation(tmp_path):
@@ -189,6 +187,6 @@ def test_mixed_precision_keeps_the_fused_paths(smoothing, tmp_path, monkeypatch)
     assert modes == ["uniform"] * 2  # two steps, gradients in the forward pass, no second forward
     assert trainer.uses_fused_head
     smooth = [
-        METRICS.index(name) for name in ("loss", "grad_norm", "entropy", "num_tokens")
+        SFT_METRICS.index(name) for name in ("loss", "grad_norm", "entropy", "num_tokens")
     ]  # an argmax may flip in bf16
     torch.testing.assert_close(got[:, smooth], want[:, smooth], rtol=2e-2, atol=0)

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import trainer_runs
 from datasets import Dataset, IterableDataset
-from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
@@ -34,9 +33,7 @@ def train(folder, trainer_class, stream, resume=None, **options):
         logging_steps=1,
         **{"max_steps": 12} | options,
     )
-    trainer = trainer_class(
-        model=tiny_model("llama"), args=args, train_dataset=stream(), data_collator=trainer_runs.collate
-    )
+    trainer = trainer_class(model=tiny_model("llama"), args=args, train_dataset=stream(), data_collator=collate)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

@@ -8,11 +8,9 @@ import pytest
 import torch
 import transformers
 from architectures import LIMIT, MODEL_TYPES, build, left_padded_batch
-from parity import largest_difference
-from tiny_models import tiny_model
-from trainer_parity import assert_same_training
+from tiny_models import largest_difference, tiny_model
+from trainer_parity import STOCK, assert_same_training, one, ours
 from trl.trainer.utils import add_fused_lm_head
-from trl_trainers import STOCK, one, ours
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.head.calls import install_fused_head

@@ -5,15 +5,12 @@ import json
 import random
 
 import pytest
-import sft_runs
 import torch
-import trainer_runs
 from datasets import Dataset
 from launching import in_processes
 from peft import LoraConfig, PromptTuningConfig
-from rerun_recorder import capture_on_cpu
-from tiny_models import VOCAB, ragged_rows, tiny_model, tiny_tokenizer
-from trainer_parity import build_dpo
+from tiny_models import VOCAB, collate, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_parity import build_dpo, run
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -24,6 +21,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.integrations import integration_utils
+from varlen_batches import capture_on_cpu
 
 from liger_trainer import LigerDPOTrainer, LigerSFTConfig, LigerSFTTrainer, LigerTrainer
 from liger_trainer.trainers.samples import _learned_positions
@@ -46,16 +44,21 @@ def run_dpo(*args, **options):
 
 
 RUNS = {
-    "SFT": (LigerSFTTrainer, sft_runs.run, dropout_model, {}),
-    "SFT, accumulation": (LigerSFTTrainer, sft_runs.run, dropout_model, {"split": (2, 4)}),
-    "SFT, checkpointing": (LigerSFTTrainer, sft_runs.run, dropout_model, {"gradient_checkpointing": True}),
-    "SFT, LoRA": (LigerSFTTrainer, sft_runs.run, dropout_model, lora()),
-    "SFT, packing": (LigerSFTTrainer, sft_runs.run, lambda: sdpa("llama"), {"packing": True}),
-    "SFT, NEFTune": (LigerSFTTrainer, sft_runs.run, dropout_model, {"neftune_noise_alpha": 5.0}),
-    "linear attention": (LigerSFTTrainer, sft_runs.run, lambda: sdpa("qwen3_5_text"), {}),
-    "experts": (LigerSFTTrainer, sft_runs.run, lambda: sdpa("qwen3_moe"), {}),
-    "in backward": (LigerSFTTrainer, sft_runs.run, dropout_model, {"optimizer_in_backward": True, "max_grad_norm": 0}),
-    "stock": (LigerSFTTrainer, sft_runs.run, dropout_model, {"use_liger": False}),
+    "SFT": (LigerSFTTrainer, run, dropout_model, {}),
+    "SFT, accumulation": (LigerSFTTrainer, run, dropout_model, {"split": (2, 4)}),
+    "SFT, checkpointing": (LigerSFTTrainer, run, dropout_model, {"gradient_checkpointing": True}),
+    "SFT, LoRA": (LigerSFTTrainer, run, dropout_model, lora()),
+    "SFT, packing": (LigerSFTTrainer, run, lambda: sdpa("llama"), {"packing": True}),
+    "SFT, NEFTune": (LigerSFTTrainer, run, dropout_model, {"neftune_noise_alpha": 5.0}),
+    "linear attention": (LigerSFTTrainer, run, lambda: sdpa("qwen3_5_text"), {}),
+    "experts": (LigerSFTTrainer, run, lambda: sdpa("qwen3_moe"), {}),
+    "in backward": (
+        LigerSFTTrainer,
+        run,
+        dropout_model,
+        {"optimizer_in_backward": True, "max_grad_norm": 0},
+    ),
+    "stock": (LigerSFTTrainer, run, dropout_model, {"use_liger": False}),
     "DPO": (LigerDPOTrainer, run_dpo, lambda: sdpa("llama"), {}),
 }
 
@@ -125,7 +128,7 @@ def build_plain(folder, given):
         model=dropout_model(),
         args=args,
         train_dataset=ragged_rows(),
-        data_collator=trainer_runs.collate,
+        data_collator=collate,
         processing_class=tiny_tokenizer(),
     )
 
@@ -136,7 +139,7 @@ def test_captured_steps_go_on(tmp_path, monkeypatch):
     options = {"rows": rows, "cuda_graphs": "true", "optim": "sgd"}
     runs = {}
     for name, given in (("without", {}), ("with", PROMPTS)):
-        runs[name] = sft_runs.run(LigerSFTTrainer, sdpa("llama"), tmp_path / name, **options, **given)[1]
+        runs[name] = run(LigerSFTTrainer, sdpa("llama"), tmp_path / name, **options, **given)[1]
     counts = {name: trainer.captured_steps.to_dict()["calls_replayed"] for name, trainer in runs.items()}
     assert counts["with"] == counts["without"] > 0
     assert_same_training(runs["with"], runs["without"])
@@ -161,7 +164,7 @@ def test_what_is_put_back(tmp_path):
     model.config.use_cache = False
     before, seen = [], []
     options = {"trainer_options": {"callbacks": [Look()]}, "gradient_checkpointing": True}
-    _, trainer = sft_runs.run(LigerSFTTrainer, model, tmp_path, train=False, **options, **PROMPTS)
+    _, trainer = run(LigerSFTTrainer, model, tmp_path, train=False, **options, **PROMPTS)
     trainer.add_callback(Look())  # after the samples
     trainer.train()
     assert len(seen) == 4
@@ -181,7 +184,7 @@ def test_answers_are_the_model_s_and_reach_trackers(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(WandbCallback, "__module__", integration_utils.__name__)
     options = {"trainer_options": {"callbacks": [WandbCallback()]}}
     model = tiny_model("llama")
-    _, trainer = sft_runs.run(LigerSFTTrainer, model, tmp_path, **options, **PROMPTS)
+    _, trainer = run(LigerSFTTrainer, model, tmp_path, **options, **PROMPTS)
     ids = tiny_tokenizer()("w3 w4", return_tensors="pt")["input_ids"]
     for line, of in ((samples_in(trainer)[0], model), (samples_in(trainer)[-2], trainer.model)):
         new = of.generate(ids, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids))[0, 2:]
@@ -238,7 +241,7 @@ REFUSED = {
 @pytest.mark.parametrize("options, given, said", REFUSED.values(), ids=REFUSED)
 def test_what_is_refused(options, given, said, tmp_path):
     with pytest.raises(ValueError, match=said):
-        sft_runs.run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, trainer_options=given, **options)
+        run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, trainer_options=given, **options)
 
 
 @pytest.mark.parametrize(
@@ -260,19 +263,19 @@ def test_prompts_that_cannot_be_answered_stop_before_the_first_step(options, sai
     """Past its last learned position, GPT-2 raises an IndexError, if no earlier answer was so long."""
     config = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1)
     with pytest.raises(ValueError, match=said):
-        sft_runs.run(LigerSFTTrainer, GPT2LMHeadModel(config), tmp_path, **options)
+        run(LigerSFTTrainer, GPT2LMHeadModel(config), tmp_path, **options)
 
 
 def test_tensor_parallel_models_are_refused(tmp_path, monkeypatch):
     """One process would wait for the others in the first layer."""
     monkeypatch.setattr(LigerSFTTrainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ValueError, match="sharded over processes .FSDP, DeepSpeed, tensor parallelism"):
-        sft_runs.run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, **PROMPTS)
+        run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False, **PROMPTS)
 
 
 def test_a_trainer_that_cannot_read_prompts(tmp_path):
     with pytest.raises(ValueError, match="the trainer has no processing_class to tokenize them"):
-        trainer_runs.run(LigerTrainer, tiny_model("llama"), tmp_path, **PROMPTS)
+        run(LigerTrainer, tiny_model("llama"), tmp_path, **PROMPTS)
 
 
 class OutOfMemory(TrainerCallback):
@@ -294,7 +297,7 @@ class OutOfMemory(TrainerCallback):
 def test_memory_that_runs_out_costs_an_answer_and_not_the_training(tmp_path, caplog):
     runs, failing = {}, OutOfMemory()
     for name, given in (("without", {}), ("with", PROMPTS)):
-        trainer = sft_runs.run(LigerSFTTrainer, dropout_model(), tmp_path / name, train=False, **lora(), **given)[1]
+        trainer = run(LigerSFTTrainer, dropout_model(), tmp_path / name, train=False, **lora(), **given)[1]
         trainer.callback_handler.callbacks.insert(0, failing)
         torch.manual_seed(5)
         trainer.train()
@@ -316,7 +319,7 @@ def test_other_errors_in_an_answer_are_raised(tmp_path):
 
     model.model.layers[1].mlp.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="a bug"):
-        sft_runs.run(LigerSFTTrainer, model, tmp_path, **PROMPTS)
+        run(LigerSFTTrainer, model, tmp_path, **PROMPTS)
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

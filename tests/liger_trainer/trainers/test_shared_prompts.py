@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig
-from rerun_recorder import capture_on_cpu
-from tiny_models import tiny_model
+from tiny_models import ragged_pairs, tiny_model, words
 from trainer_parity import (
     DPO_LIMITS,
     LORA,
@@ -17,12 +16,11 @@ from trainer_parity import (
     letters,
     lora,
     moved,
-    ragged_pairs,
     trained,
     with_reference,
-    words,
 )
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from varlen_batches import capture_on_cpu
 
 from liger_trainer import (
     LigerDPOConfig,

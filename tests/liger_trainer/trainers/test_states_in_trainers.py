@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from trainer_parity import assert_same_training, build, build_pairs, letters, words
+from tiny_models import words
+from trainer_parity import assert_same_training, build, build_pairs, letters
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from varlen_batches import drawn_model
 

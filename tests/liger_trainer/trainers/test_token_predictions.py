@@ -6,10 +6,8 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from parity import LargestTensor
-from sft_runs import run as run_sft
-from tiny_models import collate, ragged_rows, tiny_model
-from trainer_parity import build, build_dpo, kto_rows, ragged_pairs
+from tiny_models import LargestTensor, collate, kto_rows, ragged_pairs, ragged_rows, tiny_model
+from trainer_parity import build, build_dpo, run
 
 from liger_trainer import (
     LigerDPOTrainer,
@@ -44,7 +42,7 @@ def trainer_of(kind, model, tmp_path, metrics, **options):
     given = {"compute_metrics": metrics}
     options = {"per_device_eval_batch_size": 3} | options
     if kind == "sft":
-        return run_sft(LigerSFTTrainer, model, tmp_path, train=False, trainer_options=given, **options)[1]
+        return run(LigerSFTTrainer, model, tmp_path, train=False, trainer_options=given, **options)[1]
     given["ref_model"] = tiny_model("llama", vocab_size=model.config.vocab_size, seed=7)
     if kind == "kto":
         del given["compute_metrics"]  # its list would be copied

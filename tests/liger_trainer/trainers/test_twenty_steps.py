@@ -15,10 +15,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from trainer_parity import STOCK as OF_TRL
 from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 from transformers import TrainingArguments as StockArguments
 from transformers.trainer_utils import set_seed
-from trl_trainers import STOCK as OF_TRL
 
 import liger_trainer
 from liger_trainer.memory import rebuild

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from tiny_models import classifier, collate, masked_lm, ragged_rows, tiny_model, tiny_tokenizer
-from trainer_parity import assert_same_training
+from trainer_parity import STOCK, assert_same_training, one, ours
 from transformers import Trainer, TrainingArguments
 from trl import (
     DPOConfig,
     DPOTrainer,
 )
-from trl_trainers import STOCK, one, ours
 
 import liger_trainer
 

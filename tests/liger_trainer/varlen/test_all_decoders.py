@@ -11,7 +11,7 @@ import torch
 import transformers
 from architectures import LIMIT, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_TYPES, step
 from attentions import decoder_in, documented, with_own_attention, written
-from parity import largest_difference
+from tiny_models import largest_difference
 from varlen_batches import ON
 
 from liger_trainer import apply_liger

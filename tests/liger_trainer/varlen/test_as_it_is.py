@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from tiny_models import assert_same_step, step
 from transformers import DataCollatorWithFlattening
-from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
+from varlen_batches import LENGTHS, ON, batch, model_of, patched, rows_of
 
 from liger_trainer import apply_liger
 from liger_trainer.head.request import HeadRequest, run_request

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from architectures import SMALL
 from gemma4_models import CHECKPOINTS, gemma3n_model, images_of, no_images, text_model, whole_model
 from image_models import image_step
+from tiny_models import assert_same_step
 from transformers import CONFIG_MAPPING, AutoConfig, DataCollatorWithFlattening
-from varlen_batches import ON, assert_same_step, batch, rows_of
+from varlen_batches import ON, batch, rows_of
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.trainers.packed_images import pack_images

@@ -8,15 +8,16 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import as_videos, image_batch, image_model, image_step, let_llama4_return
-from parity import KeepGradients, assert_same_gradients, assert_same_step, logged_values
 from peft import LoraConfig, get_peft_model
-from tiny_models import tiny_tokenizer
+from tiny_models import assert_same_gradients, assert_same_step, tiny_tokenizer
+from trainer_parity import logged_values
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from varlen_batches import assert_same_with_states
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
 from liger_trainer.varlen import unpad_plan
+from liger_trainer.verify.observed import KeepGradients
 
 TYPES = (
     "qwen2_vl",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from image_models import as_videos, image_batch, image_model, image_step
-from parity import assert_same_step
+from tiny_models import assert_same_step
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import mirrored_tensor

@@ -9,14 +9,14 @@ import torch
 from architectures import build
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
-from tiny_models import VOCAB
+from tiny_models import VOCAB, assert_same_step, step
 from torch import nn
 from transformers import BertConfig, BertLMHeadModel, DataCollatorWithFlattening, LlamaForCausalLM, LlamaModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
+from varlen_batches import LENGTHS, ON, batch, model_of, patched, rows_of
 
 from liger_trainer import apply_liger, remove_liger
 

@@ -6,9 +6,10 @@ import pickle
 import pytest
 import torch
 from attentions import with_own_attention
+from tiny_models import assert_same_step, step
 from transformers import DataCollatorWithFlattening
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeDecoderLayer, GraniteMoePreTrainedModel
-from varlen_batches import LENGTHS, ON, assert_same_step, batch, drawn_model, model_of, patched, rows_of, step
+from varlen_batches import LENGTHS, ON, batch, drawn_model, model_of, patched, rows_of
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import unpad_plan

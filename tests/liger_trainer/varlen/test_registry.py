@@ -4,12 +4,12 @@ import copy
 import gc
 
 import pytest
-from tiny_models import tiny_model
+from tiny_models import assert_same_step, step, tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, step
+from varlen_batches import LENGTHS, ON, batch, model_of, patched
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.head.module import has_fused_head, head_options

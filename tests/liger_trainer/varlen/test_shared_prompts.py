@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from tiny_models import VOCAB
+from tiny_models import VOCAB, assert_same_step, step
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
-from varlen_batches import ON, assert_same_step, drawn_model, model_of, patched, step
+from varlen_batches import ON, drawn_model, model_of, patched
 
 from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.module import head_options

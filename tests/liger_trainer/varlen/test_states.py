@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 from datasets import Dataset
-from parity import KeepGradients, logged_values
 from peft import LoraConfig, get_peft_model
 from tiny_models import ragged_rows, tiny_tokenizer
+from trainer_parity import logged_values
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of
@@ -25,6 +25,7 @@ from liger_trainer import (
 from liger_trainer.varlen import state_layers, unpad_plan
 from liger_trainer.varlen.proof.packed_rows import why_rows_mix
 from liger_trainer.varlen.rows import RowMask, current_rows
+from liger_trainer.verify.observed import KeepGradients
 
 # A gated delta net, the same with experts, short convolutions with and without experts, a layer with both, Mamba 2.
 TYPES = ("qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe")

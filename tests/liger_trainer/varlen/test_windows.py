@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from tiny_models import VOCAB, tiny_model
+from tiny_models import VOCAB, assert_same_step, step, tiny_model
 from torch import nn
 from transformers import DataCollatorWithFlattening
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.models.gpt_oss import modeling_gpt_oss
-from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
+from varlen_batches import LENGTHS, ON, batch, model_of, patched, rows_of
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import attention

@@ -5,8 +5,8 @@ CUDA_VISIBLE_DEVICES=0 pytest -m gpu tests/liger_trainer/varlen/test_windows_gpu
 
 import pytest
 import torch
-from tiny_models import tiny_model
-from varlen_batches import step, waits_for_gpu
+from tiny_models import step, tiny_model
+from varlen_batches import waits_for_gpu
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import attention

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rerun_recorder import RerunRecorder, capture_on_cpu
+from varlen_batches import RerunRecorder, capture_on_cpu
 from verify_setups import lora, setup_of
 
 from liger_trainer.varlen.graphs.static_batch import CapturedSize

@@ -8,7 +8,11 @@ import torch
 from peft import peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
-from seeded_bugs import (
+from transformers import PreTrainedModel, Trainer
+from transformers import trainer as transformers_trainer
+from trl.trainer import dpo_trainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from verify_setups import (
     GRADIENTS,
     LOSSES,
     MERGED,
@@ -25,15 +29,11 @@ from seeded_bugs import (
     assert_found,
     cases,
     in_the_head,
+    lora,
     of_a_trainer,
     once_built,
     setups,
 )
-from transformers import PreTrainedModel, Trainer
-from transformers import trainer as transformers_trainer
-from trl.trainer import dpo_trainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from verify_setups import lora
 
 from liger_trainer import LigerDPOTrainer, LigerKTOTrainer, LigerSFTTrainer
 from liger_trainer.head import scores

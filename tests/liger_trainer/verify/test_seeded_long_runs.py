@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from seeded_bugs import (
+from verify_setups import (
     ADAM_GRADIENTS,
     ADAM_LOGS,
     ADAM_WEIGHTS,

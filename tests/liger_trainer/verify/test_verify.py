@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from checkout import ROOT
-from recipe_fixtures import command, write_model, write_recipe, write_rows
+from recipe_fixtures import ROOT, command, write_model, write_recipe, write_rows
 from transformers import AutoConfig
 from verify_setups import failed, lora, setup_of
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from gguf_models import write_gguf
+from base_checkpoints import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from liger_trainer.command.recipe.gguf_files import parsed_once

@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from checkout import ROOT
-from recipe_fixtures import command
+from recipe_fixtures import ROOT, command
 
 from liger_trainer.command.recipe import key_names
 from liger_trainer.command.recipe.key_names import TOPICS, names_by_topic

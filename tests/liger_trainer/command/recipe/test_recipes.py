@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 import yaml
-from checkout import ROOT
-from recipe_fixtures import command, write_model, write_recipe
+from recipe_fixtures import ROOT, command, write_model, write_recipe
 
 from liger_trainer.command.recipe.read import TRAINERS, RecipeArguments, parse_recipe, recipe_names
 from liger_trainer.command.recipe.shipped_files import describe

@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from checkout import ROOT
-from recipe_fixtures import command, write_model, write_recipe
+from recipe_fixtures import ROOT, command, write_model, write_recipe
 
 from liger_trainer.command.rows.rewards import find_reward
 from liger_trainer.errors import RecipeError

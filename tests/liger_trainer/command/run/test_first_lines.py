@@ -8,8 +8,7 @@ import sys
 import time
 
 import pytest
-from checkout import ROOT
-from recipe_fixtures import command, write_model, write_recipe, write_rows
+from recipe_fixtures import ROOT, command, write_model, write_recipe, write_rows
 from transformers import TrainingArguments
 
 from liger_trainer import LigerSFTTrainer

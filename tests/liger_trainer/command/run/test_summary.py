@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image
 from recipe_fixtures import SAVING, command, write_recipe
-from rerun_recorder import capture_on_cpu
+from varlen_batches import capture_on_cpu
 
 from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.command.run import manifest

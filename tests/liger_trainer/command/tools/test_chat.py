@@ -11,9 +11,8 @@ import time
 
 import pytest
 import torch
-from checkout import ROOT
 from peft import LoraConfig, get_peft_model
-from recipe_fixtures import command, write_model
+from recipe_fixtures import ROOT, command, write_model
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 

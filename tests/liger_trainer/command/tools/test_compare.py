@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import ROOT
 from matplotlib.colors import to_hex
-from recipe_fixtures import SAVING, command, write_recipe
-from rerun_recorder import capture_on_cpu
+from recipe_fixtures import ROOT, SAVING, command, write_recipe
+from varlen_batches import capture_on_cpu
 
 from liger_trainer.command.run.pictures import draw_comparison
 from liger_trainer.command.tools import compare

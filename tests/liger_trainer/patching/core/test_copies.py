@@ -9,9 +9,7 @@ import weakref
 
 import pytest
 import torch
-from parity import LogitRows
 from peft import LoraConfig, get_peft_model
-from sft_runs import run as run_sft
 from side_by_side import (
     FIRST,
     SETTINGS,
@@ -23,8 +21,9 @@ from side_by_side import (
     patched,
     step,
 )
-from tiny_models import VOCAB, tiny_model
-from trainer_runs import run as run_trainer
+from tiny_models import VOCAB, LogitRows, tiny_model
+from trainer_parity import run as run_sft
+from trainer_parity import run as run_trainer
 from transformers import Trainer
 from trl import SFTTrainer
 

@@ -9,10 +9,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import gradients
 from peft import LoraConfig, get_peft_model
 from side_by_side import REBUILT, assert_same_step, batch, step
-from tiny_models import tiny_model
+from tiny_models import gradients, tiny_model
 from torch import nn
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama

@@ -3,8 +3,8 @@
 import engine_stand_in
 import pytest
 import torch
-from tiny_models import tiny_model
-from trainer_parity import assert_same_training, build, letters, words
+from tiny_models import tiny_model, words
+from trainer_parity import assert_same_training, build, letters
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 

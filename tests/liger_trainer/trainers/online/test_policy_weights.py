@@ -7,9 +7,9 @@ import engine_stand_in
 import pytest
 import torch
 from peft import OFTConfig
-from tiny_models import tiny_model
+from tiny_models import tiny_model, words
 from torch import nn
-from trainer_parity import assert_same_training, build, letters, lora, moved, words
+from trainer_parity import assert_same_training, build, letters, lora, moved
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer, LigerRLOOConfig, LigerRLOOTrainer

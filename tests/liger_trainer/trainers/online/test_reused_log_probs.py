@@ -7,8 +7,8 @@ import engine_stand_in
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_models import tiny_model
-from trainer_parity import assert_same_training, build, letters, lora, loss_types, moved, with_reference, words
+from tiny_models import tiny_model, words
+from trainer_parity import assert_same_training, build, letters, lora, loss_types, moved, with_reference
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 

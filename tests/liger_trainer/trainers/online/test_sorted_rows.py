@@ -8,9 +8,8 @@ import engine_stand_in
 import pytest
 import torch
 from checkout import ROOT
-from parity import assert_same_gradients
-from tiny_models import tiny_model
-from trainer_parity import build, letters, trained, with_reference, words
+from tiny_models import assert_same_gradients, tiny_model, words
+from trainer_parity import build, letters, trained, with_reference
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer, LigerRLOOConfig, LigerRLOOTrainer
 from liger_trainer.trainers.online import sorted_rows

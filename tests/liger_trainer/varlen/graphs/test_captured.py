@@ -15,9 +15,8 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from image_models import image_batch, image_model
 from peft import LoraConfig, get_peft_model
-from rerun_recorder import RerunRecorder
 from transformers.models.llama import modeling_llama
-from varlen_batches import batch, model_of
+from varlen_batches import RerunRecorder, batch, model_of
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import decide

@@ -10,9 +10,8 @@ import pytest
 import torch
 from gemma4_models import gemma3n_model, images_of, text_model, whole_model
 from peft import LoraConfig, get_peft_model
-from rerun_recorder import RerunRecorder
 from transformers import CONFIG_MAPPING
-from varlen_batches import batch
+from varlen_batches import RerunRecorder, batch
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import attention

@@ -9,9 +9,8 @@ import itertools
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from rerun_recorder import RerunRecorder
 from tiny_models import VOCAB
-from varlen_batches import ON, drawn_model, model_of, patched
+from varlen_batches import ON, RerunRecorder, drawn_model, model_of, patched
 
 from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.outputs import HeadOptions

@@ -12,8 +12,7 @@ import torch
 from image_models import image_batch, image_model
 from installed_packages import install_packages
 from peft import LoraConfig, get_peft_model
-from rerun_recorder import Rerun, RerunRecorder
-from varlen_batches import assert_same_with_states, batch, drawn_model
+from varlen_batches import Rerun, RerunRecorder, assert_same_with_states, batch, drawn_model
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import state_layers

@@ -9,7 +9,7 @@ import pytest
 from architectures import LIMIT, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from checkout import ROOT
 from image_models import image_batch, image_model, image_step
-from parity import largest_difference
+from tiny_models import largest_difference
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import unpad_plan

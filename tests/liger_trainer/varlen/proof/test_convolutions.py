@@ -7,9 +7,10 @@ import types
 import pytest
 import torch
 from attentions import with_own_attention
+from tiny_models import assert_same_step, step
 from transformers import DataCollatorWithFlattening
 from transformers.integrations import hub_kernels
-from varlen_batches import ON, assert_same_step, batch, rows_of, step
+from varlen_batches import ON, batch, rows_of
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen.proof import convolutions

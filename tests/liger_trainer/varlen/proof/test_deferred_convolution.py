@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from installed_packages import install_packages
+from tiny_models import step
 from transformers import DataCollatorWithFlattening
-from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of, step
+from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of
 
 from liger_trainer import apply_liger
 from liger_trainer.head import calls

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VOCAB
+from tiny_models import VOCAB, assert_same_step, step
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
-from varlen_batches import ON, assert_same_step, batch, patched, rows_of, step
+from varlen_batches import ON, batch, patched, rows_of
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen.proof import backbone as proving

@@ -4,7 +4,7 @@ import pytest
 import torch
 from architectures import small_config as tiny_config
 from image_models import image_step
-from parity import assert_same_step
+from tiny_models import assert_same_step
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 from installed_packages import install_packages
-from parity import largest_difference
+from tiny_models import largest_difference, step
 from transformers import DataCollatorWithFlattening
-from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of, step
+from varlen_batches import ON, assert_same_with_states, batch, drawn_model, rows_of
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import state_layers

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from image_models import image_batch, image_model, image_step
-from parity import assert_same_gradients
+from tiny_models import assert_same_gradients
 from torch import nn
 from torch.testing import assert_close
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
