@@ -11,11 +11,11 @@ import warnings
 
 import torch
 from attentions import with_own_attention
-from tiny_models import CANCELLING, VOCAB, assert_same_step, tiny_model
+from tiny_models import CANCELLING, VOCAB, assert_same_step, gradients, tiny_model
 
 from liger_trainer import apply_liger
 from liger_trainer.trainers import cuda_graphs
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 
 ON = {"varlen_attention": True}
 LENGTHS = (7, 1, 20, 13)
@@ -49,6 +49,15 @@ def batch(lengths=LENGTHS, side="right", width=20, prompt=2):
     real = (from_start >= 0) & (from_start < count)
     labels = ids.masked_fill(~real | (from_start < prompt), -100)
     return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+
+
+def captured_step(model, call, graphs=None):
+    """Loss and gradients of one step, with its forward pass captured by `graphs` if given."""
+    model.zero_grad()
+    with use_graphs(graphs):
+        loss = model(**call, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
 
 
 def assert_same_with_states(got, want):

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VOCAB, LargestTensor, collate, ragged_rows, tiny_model
+from tiny_models import VOCAB, LargestTensor, collate, gradients, ragged_rows, tiny_model
 
 from liger_trainer._logging import logger
 from liger_trainer.head.calls import install_fused_head
@@ -25,10 +25,6 @@ def fused(model_type="llama", **config):
     model = tiny_model(model_type, **config).train()
     assert install_fused_head(model) is None
     return model
-
-
-def grads(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def head_and_hidden(bias=False):
@@ -342,8 +338,8 @@ def test_loss_times_a_factor_plus_another_loss():
     batch = collate(ragged_rows(4))
     for m in (model, plain):
         (3.7 * m(**batch).loss + 0.3 * m.model.norm.weight.square().sum()).backward()
-    for name, grad in grads(model).items():
-        torch.testing.assert_close(grad, grads(plain)[name], rtol=1e-4, atol=1e-6, msg=name)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, gradients(plain)[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_a_second_backward_needs_a_kept_graph():
@@ -357,8 +353,8 @@ def test_a_second_backward_needs_a_kept_graph():
         loss.backward()
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
-    for name, grad in grads(model).items():
-        torch.testing.assert_close(grad, grads(plain)[name], rtol=1e-4, atol=1e-6, msg=name)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, gradients(plain)[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_autocast():

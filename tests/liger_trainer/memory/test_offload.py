@@ -6,12 +6,73 @@ import weakref
 
 import pytest
 import torch
-from memory_runs import GPU, CountedMemory, Host, Layer, offload_of, on_device, plain, randn, run, same, through
+from memory_runs import GPU, CountedMemory, Host, same
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import apply_liger
 from liger_trainer.memory import rebuild, switches
+from liger_trainer.memory.offload import Offload
+
+
+def offload_of(host, lag=0, ahead=1):
+    return Offload(host, torch.cuda.Stream() if GPU else None, lag, ahead)
+
+
+def on_device(module):
+    return module.to(GPU) if GPU else module
+
+
+def randn(*shape, **options):
+    return torch.randn(*shape, device=GPU, **options)
+
+
+class Layer(nn.Module):
+    """A layer with a weight, a frozen weight as a buffer, views, and a result that its operation keeps."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.inner, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer("frozen", torch.randn(width, width) / 4)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x, scale=None):
+        q, k, v = self.inner(self.norm(x) @ self.frozen).chunk(3, -1)
+        y = torch.softmax(q @ k.mT, -1) @ v
+        y = torch.tanh(y) * torch.sigmoid(y)
+        return x + self.out(y if scale is None else y * scale)
+
+
+def run(layers, x, call, backward=1, scale=None):
+    for layer in layers:
+        layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = x * 2
+    for number, layer in enumerate(layers):
+        y = call(number, layer, y, scale)
+    loss = y.square().sum()
+    for _ in range(backward - 1):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad.clone() for layer in layers for p in layer.parameters())]
+
+
+def plain(number, layer, x, scale):
+    return layer(x, scale)
+
+
+def through(carried, numbers=(0, 1, 2, 3)):
+    def call(number, layer, x, scale):
+        carried.before_call(number)
+        if number in numbers:
+            given = [] if scale is None else [scale]
+            y = carried.call(number, layer, lambda x: layer(x, scale), (x,), given)
+        else:
+            y = layer(x, scale)
+        carried.after_call(number, [y])
+        return y
+
+    return call
 
 
 @pytest.fixture

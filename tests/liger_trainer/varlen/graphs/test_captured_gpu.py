@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from varlen_batches import captured_step
 
 from liger_trainer import apply_liger
 from liger_trainer.patching import rule_packages
@@ -73,15 +74,6 @@ def graphs_of(recorder=TimelessRecorder):
     return graphs
 
 
-def step(model, call, graphs=None):
-    """Loss and gradients of one step."""
-    model.zero_grad()
-    with use_graphs(graphs):
-        loss = model(**call, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.fixture
 def deterministic():
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -96,9 +88,9 @@ def test_equal_to_the_bit(lora, checkpointing, lengths, deterministic):
     """The batches fill a size. A single row runs SDPA when uncaptured, so it is compared with the graph of rows."""
     model, graphs = model_of(lora=lora, checkpointing=checkpointing), graphs_of()
     call = batch(lengths)
-    want_loss, want = step(model, call)
-    step(model, call, graphs)
-    got_loss, got = step(model, call, graphs)
+    want_loss, want = captured_step(model, call)
+    captured_step(model, call, graphs)
+    got_loss, got = captured_step(model, call, graphs)
     assert graphs.summary.replayed == 1, graphs.summary.to_dict()
     if len(lengths) == 1:
         torch.testing.assert_close(got_loss, want_loss, rtol=1e-3, atol=0)
@@ -115,13 +107,13 @@ def test_each_step_draws_new_dropout_and_recomputation_repeats_it(checkpointing,
     model, graphs = model_of(dropout=0.3, checkpointing=checkpointing), graphs_of()
     plain = copy.deepcopy(model)
     call, losses = batch(), []
-    step(model, call, graphs)
+    captured_step(model, call, graphs)
     for replay in range(10):
         torch.manual_seed(replay)
-        want_loss, want = step(plain, call)
+        want_loss, want = captured_step(plain, call)
         after_plain = torch.cuda.get_rng_state()
         torch.manual_seed(replay)
-        got_loss, got = step(model, call, graphs)
+        got_loss, got = captured_step(model, call, graphs)
         losses.append(float(got_loss))
         assert torch.equal(torch.cuda.get_rng_state(), after_plain), replay
         assert torch.equal(got_loss, want_loss), replay
@@ -136,8 +128,8 @@ def test_two_forwards_with_dropout_before_a_backward(deterministic):
     """The first is replayed again for its backward pass, with the numbers that it drew."""
     model, graphs = model_of(dropout=0.3), graphs_of()
     plain = copy.deepcopy(model)
-    step(model, batch(), graphs)
-    step(model, batch(), graphs)
+    captured_step(model, batch(), graphs)
+    captured_step(model, batch(), graphs)
     results = []
     for one, within in ((model, graphs), (plain, None)):
         torch.manual_seed(3)
@@ -195,9 +187,9 @@ def test_quantized_bases():
     model.train()
     graphs, call = graphs_of(), batch()
     with torch.autocast("cuda", torch.bfloat16):
-        _, want = step(model, call)
-        step(model, call, graphs)
-        _, got = step(model, call, graphs)
+        _, want = captured_step(model, call)
+        captured_step(model, call, graphs)
+        _, got = captured_step(model, call, graphs)
     assert graphs.summary.replayed == 1, graphs.summary.to_dict()
     for name, gradient in want.items():
         assert (got[name] - gradient).norm() <= 2e-2 * gradient.norm() + 1e-6, name
@@ -211,7 +203,7 @@ def test_memory_comes_back():
     def free_after_captures():
         graphs = graphs_of()
         for seed in range(3):
-            step(model, batch((900, 700, 800), seed), graphs)
+            captured_step(model, batch((900, 700, 800), seed), graphs)
         assert graphs.summary.replayed == 2, graphs.summary.to_dict()
         graphs.release()
         model.zero_grad()
@@ -228,7 +220,7 @@ def test_an_infinity_in_one_row_stays_in_its_row():
     """The filling row is finite, whatever the others are."""
     model, graphs = model_of(lora=False), graphs_of()
     call = batch((100, 200))
-    step(model, call, graphs)
+    captured_step(model, call, graphs)
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = float("inf")
     call["input_ids"][call["input_ids"] == 7] = 8
@@ -273,7 +265,7 @@ def test_layers_that_keep_a_state(build):
     rows = [LENGTHS, (260, 60, 192), (64, 64, 320, 64), (1, 500, 11), (90, 70, 300, 10)]
     for count, lengths in enumerate((*rows, *rows)):
         call = batch(lengths, seed=count)
-        (got_loss, got), (want_loss, want) = step(model, call, graphs), step(plain, call)
+        (got_loss, got), (want_loss, want) = captured_step(model, call, graphs), captured_step(plain, call)
         torch.testing.assert_close(got_loss, want_loss, rtol=1e-3, atol=0)
         for name, gradient in want.items():
             assert (got[name] - gradient).norm() <= 3e-2 * gradient.norm() + 1e-4, (lengths, name)

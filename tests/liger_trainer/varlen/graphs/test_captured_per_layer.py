@@ -11,14 +11,14 @@ import torch
 from gemma4_models import gemma3n_model, images_of, text_model, whole_model
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING
-from varlen_batches import RerunRecorder, batch
+from varlen_batches import RerunRecorder, batch, captured_step
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import attention
 from liger_trainer.varlen.graphs.graph_capture import GraphCapture
 from liger_trainer.varlen.graphs.input_embeddings import InputEmbeddings
 from liger_trainer.varlen.graphs.static_batch import CapturedSize
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs
 from liger_trainer.varlen.rows import StaticRows
 from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 
@@ -33,20 +33,11 @@ def graphs_of():
     return graphs
 
 
-def step(model, call, graphs=None):
-    """Loss and gradients of one step."""
-    model.zero_grad()
-    with use_graphs(graphs):
-        loss = model(**call, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def assert_same_steps(model, calls, graphs):
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (model, plain)]
     for count, call in enumerate(calls):
-        (loss, grads), (want, want_grads) = step(model, call, graphs), step(plain, call)
+        (loss, grads), (want, want_grads) = captured_step(model, call, graphs), captured_step(plain, call)
         torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)  # the head computes it in fp32
         assert grads.keys() == want_grads.keys(), count
         for name, wanted in want_grads.items():

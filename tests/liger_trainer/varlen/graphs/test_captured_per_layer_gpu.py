@@ -11,11 +11,12 @@ import torch
 from gemma4_models import text_model, whole_model
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING
+from varlen_batches import captured_step
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import attention
 from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs
 from liger_trainer.varlen.rows import RowMask, Rows, StaticRows
 
 pytestmark = [
@@ -47,14 +48,6 @@ def batch(lengths, seed):
     labels = ids.masked_fill(~real, -100)
     labels[:, 0] = -100
     return {"input_ids": ids.cuda(), "attention_mask": real.long().cuda(), "labels": labels.cuda()}
-
-
-def step(model, call, graphs=None):
-    model.zero_grad()
-    with use_graphs(graphs):
-        loss = model(**call, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def full(model):
@@ -92,7 +85,7 @@ def test_replayed_steps_equal_uncaptured_ones(build, name, change, rows, monkeyp
     limit = 3e-2 if rows == "padded" else 8e-2  # without padding, uncaptured layers attend by other kernels
     for count, lengths in enumerate((*batches, *batches)):
         call = batch(lengths, seed=count)
-        (got_loss, got), (want_loss, want) = step(model, call, graphs), step(plain, call)
+        (got_loss, got), (want_loss, want) = captured_step(model, call, graphs), captured_step(plain, call)
         torch.testing.assert_close(got_loss, want_loss, rtol=2e-3, atol=0)
         assert got.keys() == want.keys()
         largest = max(gradient.norm() for gradient in want.values())

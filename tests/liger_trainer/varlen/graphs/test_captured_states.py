@@ -12,7 +12,7 @@ import torch
 from image_models import image_batch, image_model
 from installed_packages import install_packages
 from peft import LoraConfig, get_peft_model
-from varlen_batches import Rerun, RerunRecorder, assert_same_with_states, batch, drawn_model
+from varlen_batches import Rerun, RerunRecorder, assert_same_with_states, batch, captured_step, drawn_model
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import state_layers
@@ -25,7 +25,7 @@ from liger_trainer.varlen.graphs.static_batch import (
     rounded_bounds,
     with_other_rows,
 )
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs
 from liger_trainer.varlen.proof import backbone, convolutions, rules
 from liger_trainer.varlen.proof.packed_rows import kernel_behind
 from liger_trainer.varlen.rows import Chunks, NotForRows, Rows, StaticRows
@@ -59,14 +59,6 @@ def graphs_of(recorder=RerunRecorder):
     return graphs
 
 
-def step(model, call, graphs=None):
-    model.zero_grad()
-    with use_graphs(graphs):
-        loss = model(**call, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def checkpointed(model):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
@@ -82,7 +74,7 @@ def test_steps_equal_uncaptured_ones(name, change, patched, monkeypatch):
     plain, graphs = copy.deepcopy(model), graphs_of()
     for lengths in (*SIZES, *SIZES):
         call = batch(lengths)
-        (loss, grads), (want, want_grads) = step(model, call, graphs), step(plain, call)
+        (loss, grads), (want, want_grads) = captured_step(model, call, graphs), captured_step(plain, call)
         torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)  # the head computes it in fp32
         assert grads.keys() == want_grads.keys()
         for one, other in want_grads.items():
@@ -108,7 +100,7 @@ def test_images(patched):
 def assert_replayed_steps_equal(model, calls):
     plain, graphs = copy.deepcopy(model), graphs_of()
     for count, call in enumerate(calls):
-        assert_same_with_states(step(model, call, graphs), step(plain, call))
+        assert_same_with_states(captured_step(model, call, graphs), captured_step(plain, call))
         assert graphs.summary.replayed == count, graphs.summary.to_dict()
 
 
@@ -139,7 +131,7 @@ def test_a_replay_that_keeps_the_rows_of_its_capture_is_not_used(patched, monkey
     model, graphs = patched(drawn_model("qwen3_5_text")), graphs_of(StaleRecorder)
     plain = copy.deepcopy(model)
     for _ in range(2):
-        assert_same_with_states(step(model, batch(), graphs), step(plain, batch()))
+        assert_same_with_states(captured_step(model, batch(), graphs), captured_step(plain, batch()))
     assert graphs.summary.replayed == 0
     assert any(
         "the replay computes something else" in reason for reason in graphs.summary.to_dict()["calls_not_captured"]
@@ -158,7 +150,7 @@ def test_other_versions_of_the_package_are_not_captured(version, backend, reason
     monkeypatch.setattr(rules, "_BACKENDS", () if backend is None else ("json",))
     model, graphs = patched(drawn_model("qwen3_5_text")), graphs_of()
     for _ in range(2):
-        step(model, batch(), graphs)
+        captured_step(model, batch(), graphs)
     (text,) = graphs.summary.to_dict()["calls_not_captured"]
     assert "its layers keep a state" in text and reason.replace("tilelang", "json") in text
 
@@ -175,7 +167,7 @@ def test_a_rule_without_its_package_is_not_captured(monkeypatch):
     monkeypatch.setattr(backbone, "_has_gpu", lambda: True)
     model, graphs = drawn_model("qwen3_5_text"), graphs_of()
     apply_liger(model)
-    step(model.train(), batch(), graphs)
+    captured_step(model.train(), batch(), graphs)
     assert [*graphs.summary.to_dict()["calls_not_captured"]] == [
         "its layers keep a state, and run on as many rows as a batch has"
     ]
@@ -253,10 +245,10 @@ def test_a_convolution_that_is_replaced_after_the_capture(patched, monkeypatch):
     model, graphs = patched(drawn_model("lfm2")), graphs_of()
     plain = copy.deepcopy(model)
     for _ in range(2):
-        step(model, batch(), graphs)
+        captured_step(model, batch(), graphs)
     assert graphs.summary.replayed == 1
     scope = vars(sys.modules[type(model).__module__])
     own = scope[convolutions.NAME]
     monkeypatch.setitem(scope, convolutions.NAME, lambda *args, **kwargs: 2 * own(*args, **kwargs))
-    assert_same_with_states(step(model, batch(), graphs), step(plain, batch()))
+    assert_same_with_states(captured_step(model, batch(), graphs), captured_step(plain, batch()))
     assert graphs.summary.replayed == 1
