@@ -103,9 +103,9 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_thet
     ("model_type", "config", "reason"),
     [
         ("llama", DYNAMIC, "its rotary frequencies depend on the longest position"),
-        ("gemma4_text", {}, "given embeddings in place of ids, it raised RuntimeError"),
+        ("qwen3_5_text", {}, "its layers keep a state, and run on as many rows as a batch has"),
     ],
-    ids=["dynamic rope", "per-layer embeddings"],
+    ids=["dynamic rope", "state"],
 )
 def test_a_model_of_which_no_call_can_be_captured(model_type, config, reason, tmp_path, monkeypatch):
     capture_on_cpu(monkeypatch)
