@@ -18,7 +18,7 @@ from liger_trainer.varlen import attention
 from liger_trainer.varlen.graphs.graph_capture import GraphCapture
 from liger_trainer.varlen.graphs.input_embeddings import InputEmbeddings
 from liger_trainer.varlen.graphs.static_batch import CapturedSize
-from liger_trainer.varlen.graphs.step_graphs import StepGraphs
+from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
 from liger_trainer.varlen.rows import StaticRows
 from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 
