@@ -9,8 +9,7 @@ import typing
 
 import pytest
 from tiny_models import text_rows, tiny_model
-from trainer_parity import build
-from trl_trainers import one, ours
+from trainer_parity import build, one, ours
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.command.rows.chat_template import TemplatedTrainer
