@@ -15,9 +15,13 @@ transformers' models ask one registry for their attention function and another f
 Every other call is transformers' own. `registry.py` hands models that have no SDPA `attend_by_rows` in the same way.
 """
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import torch.nn.functional as F
 
+from liger_trainer._logging import logger
 from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows, current_rows
 from liger_triton import row_attention
 from liger_triton.row_attention import flash_is_built
@@ -211,9 +215,64 @@ def large_kernel_takes(query, key, value, dropout) -> bool:
         or dropout != 0.0
     ):
         return False
+    heads, widths = (query.shape[1], key.shape[1]), (query.shape[-1], value.shape[-1])
     key, value, _ = _grouped(query, key[:, :, :1], value[:, :, :1])  # whether it takes them, one token says too
     asked = torch.backends.cuda.SDPAParams(query[:, :, :1], key, value, None, 0.0, True, False)
-    return torch.backends.cuda.can_use_efficient_attention(asked)
+    if not torch.backends.cuda.can_use_efficient_attention(asked):
+        return False
+    return large_kernel_agrees(query.device, query.dtype, heads, widths)
+
+
+@functools.cache
+def large_kernel_agrees(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], widths: tuple[int, int]
+) -> bool:
+    """Return whether `by_large_kernel` gives what SDPA gives for each row, outputs and gradients, on a small batch.
+
+    It calls an operator that PyTorch keeps to itself and may change, so each device, dtype and shape of heads is tried
+    once. That happens in a thread of its own: there, no autocast, mode or hook of the training is on.
+
+    Args:
+        device (`torch.device`): Where to try it.
+        dtype (`torch.dtype`): Of queries, keys and values.
+        heads (`tuple[int, int]`): The numbers of query heads and key heads.
+        widths (`tuple[int, int]`): The widths of keys and values.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        reason = pool.submit(_why_large_kernel_differs, device, dtype, heads, widths).result()
+    if reason is not None:
+        logger.warning(
+            f"rows of several lengths attend one after the other, with heads of {widths[0]}: PyTorch's attention with "
+            f"offsets for such heads {reason}. Results are right. Steps are slower and not captured."
+        )
+    return reason is None
+
+
+def _why_large_kernel_differs(device, dtype, heads, widths) -> str | None:
+    lengths = [40, 1, 70]
+    tokens = sum(lengths)
+    given = []
+    for number, (count, width) in enumerate(((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))):
+        # No random numbers: the state of the generator belongs to the training.
+        x = torch.arange(tokens * count * width, dtype=torch.float32, device=device)
+        x = torch.sin(x * (0.37 + number)).to(dtype)
+        given.append(x.view(1, tokens, count, width).transpose(1, 2).requires_grad_())
+    offsets = torch.tensor([0, 40, 41, 111, 111], dtype=torch.int32, device=device)  # the last row is empty
+    scaling = widths[0] ** -0.5
+    query, key, value = given
+    wanted = _row_by_row(query, key, value, Rows(lengths, device), None, 0.0, scaling)
+    upstream = wanted.detach()
+    try:
+        out = by_large_kernel(query, key, value, offsets, 128, scaling)
+        got = [out, *torch.autograd.grad(out, given, upstream)]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        return f"fails ({str(error).splitlines()[0]})"
+    for mine, theirs in zip(got, [wanted, *torch.autograd.grad(wanted, given, upstream)], strict=True):
+        if not bool((mine - theirs).float().norm() <= 0.02 * theirs.float().norm()):
+            return "gives other numbers"
+    return None
 
 
 def by_large_kernel(query, key, value, offsets, longest: int, scaling):

@@ -303,3 +303,30 @@ def test_steps_with_the_kernel_for_large_heads(monkeypatch):
     assert {size for size, _ in seen} == {512}
     assert any(offsets[-2:] == [64, 64] for _, offsets in seen), "a captured size fills its table up with empty rows"
     assert any(offsets == [0, 7, 8, 19, 31] for _, offsets in seen), "an uncaptured call"
+
+
+def twice(*given, **options):
+    """The kernel with a fault: its output is doubled."""
+    out, *others = by_offsets(*given, **options)
+    return (2 * out, *others)
+
+
+def with_other_arguments(*given):
+    """The kernel of a release that has renamed an argument."""
+
+
+@pytest.mark.parametrize(
+    "kernel, reason", [(by_offsets, None), (twice, "gives other numbers"), (with_other_arguments, "fails (")]
+)
+def test_the_kernel_for_large_heads_is_tried_once(kernel, reason, monkeypatch, caplog):
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", kernel, raising=False)
+    attention.large_kernel_agrees.cache_clear()
+    with torch.no_grad(), torch.autocast("cpu"), torch.random.fork_rng():
+        state = torch.get_rng_state()
+        given = (torch.device("cpu"), torch.float32, (4, 2), (512, 512))
+        answers = [attention.large_kernel_agrees(*given) for _ in range(2)]
+        assert torch.equal(torch.get_rng_state(), state)
+    assert answers == [reason is None] * 2
+    told = [record.message for record in caplog.records]
+    assert len(told) == (reason is not None) and all(reason in text for text in told)
+    attention.large_kernel_agrees.cache_clear()
