@@ -14,7 +14,7 @@ from _cases_bases import BASES
 from _flop import flop_of_layers, flop_of_products, flop_per_token
 from _measure import DEVICE
 from _memory_kinds import MemoryKinds
-from _models import MODELS
+from _models import MODELS, spread_attention
 from _processes import release
 from _rows import pairs_of, sft_rows, tokens_of
 
@@ -113,6 +113,7 @@ def build(run, dtype=torch.bfloat16, seed=0):
         model = model_class.from_config(config, dtype=dtype)
     if run.mxfp4:
         return in_mxfp4(model)
+    spread_attention(model)
     return in_nf4(model) if run.nf4 else model
 
 
