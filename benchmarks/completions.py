@@ -15,9 +15,9 @@ random, in bf16 with checkpointing, and AdamW is fused. With `--micro_batches`, 
 of its prompt's keys and values. `--always` shares even if that saves little, to find where it starts to pay.
 
 `ms` is the median of the timed steps, by events on the GPU's stream. `gib_used` is the memory of the process by the
-driver, and `gib_above` is what remains of it without weights, gradients and AdamW's states. `saved` is the part of the
-real tokens that sharing does not compute. Each arm runs in its own process. `--profile` runs two more steps under
-PyTorch's profiler, and prints where their GPU time goes.
+driver. `gib_above` is what PyTorch's allocator took for all that is no weight, gradient or state of AdamW. `saved` is
+the part of the real tokens that sharing does not compute. Each arm runs in its own process. `--profile` runs two more
+steps under PyTorch's profiler, and prints where their GPU time goes.
 """
 
 import itertools
@@ -169,7 +169,8 @@ def one_arm(options):
     if DEVICE == "cuda":
         gib = max(used[steps - options.batches : steps]) - before
         static = static_bytes(trainer.model) / 2**30
-        row |= {"gib_used": gib, "gib_static": static, "gib_above": gib - static}
+        taken = torch.cuda.max_memory_reserved() / 2**30
+        row |= {"gib_used": gib, "gib_static": static, "gib_above": taken - static}
     captured = getattr(trainer, "captured_steps", None)
     if captured is not None:
         row["captured"] = captured.to_dict()
