@@ -86,7 +86,8 @@ def run_as_on_gpu(model: nn.Module, package: bool, lengths: list[int] | None, ro
     """
     if package:
         for layer in layers_by_package(model):
-            layer.forward = functools.partial(_forward_with_package(own_class(layer)), layer)
+            layer_class: Any = own_class(layer)  # Any, because mypy does not consider a class hashable
+            layer.forward = functools.partial(_forward_with_package(layer_class), layer)
     if lengths is None:
         return
     documents = Rows(lengths, torch.device("cpu"), rows)
