@@ -1,4 +1,4 @@
-"""Memory of layers that keep a state: documents of packed rows side by side, and the gated delta rule by its package."""
+"""Memory of layers that keep a state: documents of packed rows side by side, the gated delta rule by its package."""
 
 import functools
 
