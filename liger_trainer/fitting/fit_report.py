@@ -164,17 +164,17 @@ def _notes_on_states(job: TrainSpec, rows: int, length: int) -> list[str]:
     if by_package and job.fla:
         notes += [
             "",
-            f"{by_package} layers have the gated delta rule, and are counted with flash-linear-attention. --fla false "
+            f"The gated delta rule is counted with flash-linear-attention, in {by_package} of the layers. --fla false "
             "counts PyTorch code, which runs without that package and takes more.",
         ]
     if side_by_side and job.documents is not None:
         lengths = job.documents.lengths(rows, length)
         notes += [
             "",
-            f"{side_by_side} layers that keep a state get the documents of packed rows side by side, padded to the "
-            f"longest. How long these are is not known: {len(lengths)} are counted in a micro-batch, one of "
-            f"{max(lengths)} tokens and the others of at most {min(job.documents.short, length)}. Pass --documents "
-            "60,600, the tokens of your short documents and of the longest one.",
+            f"The documents of packed rows lie side by side, padded to the longest, in {side_by_side} of the layers, "
+            f"which keep a state. Counted with {len(lengths)} documents in a micro-batch: one of {max(lengths)} "
+            f"tokens, the others of at most {min(job.documents.short, length)}. Pass --documents 60,600, the tokens of "
+            "your short documents and of the longest one.",
         ]
     return notes
 
