@@ -21,9 +21,11 @@ SHAPES = {
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
     "gemma4_e4b": "Gemma-4-E4B",
     "granite4_h_tiny": "Granite-4.0-H-Tiny",
+    "qwen3_5_4b": "Qwen3.5-4B",
+    "qwen3_5_9b": "Qwen3.5-9B",
+    "qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",
 }
-# And on how many GPUs. Those of Qwen3.5 are not here: without a GPU, fit counts the PyTorch code of the gated delta
-# rule, in place of flash-linear-attention's kernels.
+# And on how many GPUs. qwen3_5_4b/mtp is not here: fit does not know its trainer.
 RECIPES = {
     "llama3_2_3b/sft_lora_24gb": 1,
     "llama3_8b/sft_qlora_16gb": 1,
@@ -35,6 +37,9 @@ RECIPES = {
     "qwen3_30b_a3b/sft_lora": 1,
     "gemma4_e4b/sft_lora": 1,
     "granite4_h_tiny/sft_lora": 1,
+    "qwen3_5_4b/sft_lora_16gb": 1,
+    "qwen3_5_9b/sft_qlora_24gb": 1,
+    "qwen3_5_35b_a3b/sft_lora": 1,
     "llama3_8b/sft_alpaca": 8,
     "llama3_8b/orpo": 8,
     "llama3_8b/dpo_ultrafeedback": 8,

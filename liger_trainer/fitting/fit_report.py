@@ -69,6 +69,7 @@ def fit_report(
         f"  {_batch_line(fits, length)}",
         f"  {_length_line(fits, rows, like.host / length)}",
         *_notes_on_images(job),
+        *_notes_on_states(job, rows, length),
     ]
     if captures:
         lines += ["", _CAPTURES]
@@ -155,6 +156,27 @@ def _notes_on_images(job: TrainSpec) -> list[str]:
             "the images of a row (640x480,640x480 for two).",
         ]
     return []
+
+
+def _notes_on_states(job: TrainSpec, rows: int, length: int) -> list[str]:
+    by_package, side_by_side = job.count_state_layers()
+    notes = []
+    if by_package and job.fla:
+        notes += [
+            "",
+            f"The gated delta rule is counted with flash-linear-attention, in {by_package} of the layers. --fla false "
+            "counts PyTorch code, which runs without that package and takes more.",
+        ]
+    if side_by_side and job.documents is not None:
+        lengths = job.documents.lengths(rows, length)
+        notes += [
+            "",
+            f"The documents of packed rows lie side by side, padded to the longest, in {side_by_side} of the layers, "
+            f"which keep a state. Counted with {len(lengths)} documents in a micro-batch: one of {max(lengths)} "
+            f"tokens, the others of at most {min(job.documents.short, length)}. Pass --documents 60,600, the tokens of "
+            "your short documents and of the longest one.",
+        ]
+    return notes
 
 
 def _parts(full: MemoryEstimate, in_backward: bool) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Runs a few training steps of a model without values, and counts their memory.
 
 The model, its patches and autograd run their real code on tensors that only have sizes. So everything that they save,
-recompute and allocate is counted. Three things have stand-ins: attention (`attention.py`), communication
-(`sharding.py`), and the states of 8-bit optimizers (`optimizers.py`).
+recompute and allocate is counted. Four things have stand-ins: attention (`attention.py`), layers that keep a state
+(`states.py`), communication (`sharding.py`), and the states of 8-bit optimizers (`optimizers.py`).
 """
 
 import copy
@@ -23,6 +23,7 @@ from liger_trainer.fitting.losses import sequences, without_adapter
 from liger_trainer.fitting.meta_model import ModelSpec, freed_by_fp8, on_meta, without_values
 from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.fitting.simulated_memory import SimulatedMemory
+from liger_trainer.fitting.states import Documents, layers_by_package, layers_side_by_side, run_as_on_gpu
 from liger_trainer.fp8.quantize_base import prepare_for_shards
 from liger_trainer.memory import switches
 from liger_trainer.memory.feature import AUTO
@@ -53,6 +54,8 @@ class TrainSpec:
     budget: float | None = None  # memory_budget, in GiB
     in_backward: bool = False  # optimizer_in_backward
     images: RowImages | None = None  # of each row
+    documents: Documents | None = None  # of packed rows
+    fla: bool = True  # whether flash-linear-attention is installed where the model is trained
     built: dict[bool, nn.Module] = field(default_factory=dict, repr=False)
 
     def inputs(self, rows: int, length: int) -> dict[str, torch.Tensor]:
@@ -64,9 +67,18 @@ class TrainSpec:
 
     def model(self, adapter: bool = True) -> nn.Module:
         """Return a copy of the model on the meta device. It is built once, since building takes longer than a step."""
+        return copy.deepcopy(self._built(adapter))
+
+    def _built(self, adapter: bool = True) -> nn.Module:
         if adapter not in self.built:
             self.built[adapter] = on_meta(self.shape, adapter)
-        return copy.deepcopy(self.built[adapter])
+        return self.built[adapter]
+
+    def count_state_layers(self) -> tuple[int, int]:
+        """Return the number of layers that `fla` is about, and of those that get packed documents side by side."""
+        model = self._built()
+        side_by_side = [] if self.documents is None else layers_side_by_side(model, self.fla)
+        return len(layers_by_package(model)), len(side_by_side)
 
 
 @dataclass
@@ -114,6 +126,10 @@ def estimate_memory(
         if job.shape.peft_config is not None:
             model.enable_input_require_grads()
     reference = job.model(adapter=False) if job.reference and job.shape.peft_config is None else None
+    lengths = None if job.documents is None else job.documents.lengths(rows, length)
+    for each in (model, reference):
+        if each is not None:
+            run_as_on_gpu(each, job.fla, lengths, rows)
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), sizes_only():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         host = None

@@ -147,9 +147,21 @@ def _on_rows(layer: nn.Module, call: dict[str, Any], masks: list[str]) -> Any:
         if bound.on_cpu or _device_of(call, rows).type == "cuda":
             with use_layer_rows(rows):
                 return _run(layer, (), call | dict.fromkeys(masks))
+    return run_side_by_side(lambda **laid_out: _run(layer, (), laid_out), call, masks, rows)
+
+
+def run_side_by_side(run: Callable, call: dict[str, Any], masks: list[str], rows: Rows) -> Any:
+    """Run a layer on rows side by side, padded on the right, and return its outputs without the padding.
+
+    Args:
+        run (`Callable`): Runs the layer. It takes the arguments by name.
+        call (`dict`): The arguments of the layer, with the rows concatenated.
+        masks (`list[str]`): The arguments that get the mask of real tokens, or None if the rows are of equal length.
+        rows (`Rows`): The rows.
+    """
     laid_out = tree_map(lambda x: _side_by_side(x, rows), {n: x for n, x in call.items() if n not in masks})
     real = None if rows.equal else rows.side_by_side[1].to(_device_of(call, rows))
-    outputs = _run(layer, (), laid_out | dict.fromkeys(masks, real))
+    outputs = run(**laid_out, **dict.fromkeys(masks, real))
     return tree_map(lambda x: _one_after_the_other(x, rows), outputs)
 
 

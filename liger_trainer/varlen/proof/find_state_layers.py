@@ -17,7 +17,7 @@ from liger_trainer.varlen import state_layers
 from liger_trainer.varlen.proof import convolutions, rules
 
 _CONVOLUTIONS = "causal_conv1d"  # in the names of functions of transformers that a forward calls
-_RULES = ("chunk_", "torch_chunk", "mamba_", "selective_scan")  # prefixes of the names of rules and scans
+_RULES = ("chunk_", "torch_chunk", "mamba", "selective_scan")  # prefixes of the names of rules and scans
 _CLASSES = ("LightningAttention",)  # classes with the rule in their own forward
 
 
@@ -39,7 +39,7 @@ def find_state_layers(backbone: nn.Module) -> tuple[StateLayers | None, str | No
     """Return (`StateLayers`, None), (None, None) without such layers, or (None, why they cannot be passed rows)."""
     layers: list[tuple[str, nn.Module, state_layers.StateBinding]] = []
     for name, module in backbone.named_modules():
-        if not _is_candidate(module):
+        if not is_state_layer(module):
             continue
         slot, reason = slot_of(module)
         if reason is not None:
@@ -90,7 +90,7 @@ def may_go_by_rows(layer: nn.Module, binding: state_layers.StateBinding) -> bool
     return binding.own is not None and not rules.asks_for_device(inspect.unwrap(own_class(layer).forward))
 
 
-def _is_candidate(module: nn.Module) -> bool:
+def is_state_layer(module: nn.Module) -> bool:
     """Return whether `module` takes a mask and has a convolution, a rule or a scan, like a layer that keeps a state."""
     own = inspect.unwrap(own_class(module).forward)
     code = getattr(own, "__code__", None)
@@ -98,8 +98,17 @@ def _is_candidate(module: nn.Module) -> bool:
         return False
     if any(_is_depthwise(child) for child in module.children()) or type(module).__name__.endswith(_CLASSES):
         return True
-    called = [name for name in code.co_names if callable(own.__globals__.get(name))]
-    return any(_CONVOLUTIONS in name or name.startswith(_RULES) for name in called)
+    return calls_rule(own) or any(_CONVOLUTIONS in name for name in _called(own))
+
+
+def calls_rule(forward: Any) -> bool:
+    """Return whether a forward calls a rule or a scan, in addition to a convolution."""
+    return any(name.startswith(_RULES) for name in _called(forward))
+
+
+def _called(forward: Any) -> list[str]:
+    """Return the names of the global functions that a forward may call."""
+    return [name for name in forward.__code__.co_names if callable(forward.__globals__.get(name))]
 
 
 def _is_depthwise(module: nn.Module) -> bool:

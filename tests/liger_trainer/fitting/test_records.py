@@ -23,7 +23,8 @@ RECORDS = newest()
 PAGE = ROOT / "docs" / "fit.md"
 H200 = 139 * GIB
 BEFORE_SLICES = ("sft-llama-3-8b-1x81920-checkpointing",)  # its MLPs took all rows at once
-QUICK = ("sft-llama-3.2-1b-2x1024", "sft-llama-3.2-1b-16x1024-lora16")  # the others run in `make test-all`
+# The others run in `make test-all`.
+QUICK = ("sft-llama-3.2-1b-2x1024", "sft-llama-3.2-1b-16x1024-lora16", "sft-qwen3.5-4b-16-layers")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,8 @@ def train_spec_of(options):
         sharding = Sharding("fsdp2", options["processes"], autocast, autocast and torch.float32)
     elif options.get("config_file"):
         sharding = Sharding("ddp", options["processes"])
-    modules = r".*\.self_attn\.[qkvo]_proj" if "Qwen3-30B" in options["model"] else "all-linear"
+    has_experts = any(key in shape for key in ("num_experts", "num_local_experts"))
+    modules = r".*\.self_attn\.[qkvo]_proj" if has_experts else "all-linear"
     experts = ["experts.gate_up_proj", "experts.down_proj"] if options.get("lora_experts") else None
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules, target_parameters=experts) if rank else None
     quantization = None
