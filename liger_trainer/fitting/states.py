@@ -91,9 +91,16 @@ def run_as_on_gpu(model: nn.Module, package: bool, lengths: list[int] | None, ro
     if lengths is None:
         return
     documents = Rows(lengths, torch.device("cpu"), rows)
-    _ = documents.side_by_side  # computed outside of the step, where its numbers would be unknown
+    _compute_places(documents)
     for layer in layers_side_by_side(model, package):
         layer.forward = functools.partial(_on_documents, layer, documents)
+
+
+def _compute_places(documents: Rows) -> None:
+    """Compute the places of tokens outside of the step, where their numbers would be unknown."""
+    _ = documents.side_by_side, documents.order_of_alike
+    for group in documents.alike:
+        _ = group.rows.side_by_side
 
 
 def _goes_side_by_side(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ import contextvars
 import functools
 from collections.abc import Callable
 from enum import StrEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from transformers.masking_utils import (
 )
 
 from liger_trainer.patching.core.contracts import LimitsAttention
+from liger_trainer.varlen.alike import groups_by_length
 from liger_trainer.varlen.groups import Layout
 from liger_trainer.varlen.host_copies import sent
 
@@ -85,6 +87,22 @@ class Rows:
         places = real.flatten().nonzero()[:, 0]
         return sent(places, self.offsets.device), sent(real.long(), self.offsets.device)
 
+    @functools.cached_property
+    def alike(self) -> list["LikeRows"]:
+        """The rows in groups of like length."""
+        ends = [*accumulate(self.lengths)]
+        found = []
+        for group in groups_by_length(self.lengths):
+            places = [torch.arange(ends[row] - self.lengths[row], ends[row], device="cpu") for row in group]
+            rows = Rows([self.lengths[row] for row in group], self.offsets.device)
+            found.append(LikeRows(rows, sent(torch.cat(places), self.offsets.device)))
+        return found
+
+    @functools.cached_property
+    def order_of_alike(self) -> torch.Tensor:
+        """The place of each token in the groups of `alike`, one after the other: int64 (tokens,), on the device."""
+        return torch.cat([group.places for group in self.alike]).argsort()
+
     def in_chunks(self, size: int) -> "Rows":
         """Split each row into rows of `size` tokens, from its start."""
         if size not in self._chunks:
@@ -94,6 +112,18 @@ class Rows:
             self._chunks[size] = Rows(cut, self.offsets.device, self.batch)
             self._chunks[size].attention_kinds = self.attention_kinds
         return self._chunks[size]
+
+
+class LikeRows(NamedTuple):
+    """Rows of like length.
+
+    Attributes:
+        rows (`Rows`): These rows.
+        places (`torch.Tensor`): int64 (tokens,), on the device: the places of their tokens among those of all rows.
+    """
+
+    rows: Rows
+    places: torch.Tensor
 
 
 class Chunks(NamedTuple):

@@ -2,7 +2,8 @@
 
 Such a layer carries its state from token to token and does not know where a row begins. So it gets a padded batch: one
 row each, padded on the right, with the mask of real tokens. Padding on the right of a row cannot reach its tokens. The
-real tokens are then taken out of its output. Only these layers see padding.
+real tokens are then taken out of its output. Only these layers see padding. Rows of very different lengths run in
+several calls, each with rows of like length (`alike.py`).
 
 On a GPU, a layer with a convolution and a rule that accept row offsets gets the concatenated rows instead
 (`use_layer_rows`). The functions that replace these two among its globals call `current_layer_rows`.
@@ -20,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from liger_trainer.patching.core.binding import Binding, SupportsGuardCheck, call_previous, in_place_of
-from liger_trainer.varlen.rows import AttentionKind, NotForRows, RowMask, Rows, current_rows
+from liger_trainer.varlen.rows import AttentionKind, LikeRows, NotForRows, RowMask, Rows, current_rows
 
 MASK_OF_STATES = "create_recurrent_attention_mask"  # the global that transformers' decoders make the mask with
 _ROW_ARGUMENTS = {  # tell a stock layer the rows of a packed row; not passed on, since the layout is another one here
@@ -153,16 +154,56 @@ def _on_rows(layer: nn.Module, call: dict[str, Any], masks: list[str]) -> Any:
 def run_side_by_side(run: Callable, call: dict[str, Any], masks: list[str], rows: Rows) -> Any:
     """Run a layer on rows side by side, padded on the right, and return its outputs without the padding.
 
+    Rows of very different lengths run in groups of like length, which need less padding.
+
     Args:
         run (`Callable`): Runs the layer. It takes the arguments by name.
         call (`dict`): The arguments of the layer, with the rows concatenated.
         masks (`list[str]`): The arguments that get the mask of real tokens, or None if the rows are of equal length.
         rows (`Rows`): The rows.
+
+    Raises:
+        NotForRows: In groups, and an output other than those of tokens is a tensor.
     """
+    groups = rows.alike
+    if len(groups) == 1:
+        return _run_padded(run, call, masks, rows)
+    found = []
+    for group in groups:
+        taken = tree_map(functools.partial(_taken, rows=rows, group=group), call)
+        found.append(_run_padded(run, taken, masks, group.rows))
+    return _joined(found, rows)
+
+
+def _run_padded(run: Callable, call: dict[str, Any], masks: list[str], rows: Rows) -> Any:
     laid_out = tree_map(lambda x: _side_by_side(x, rows), {n: x for n, x in call.items() if n not in masks})
     real = None if rows.equal else rows.side_by_side[1].to(_device_of(call, rows))
     outputs = run(**laid_out, **dict.fromkeys(masks, real))
     return tree_map(lambda x: _one_after_the_other(x, rows), outputs)
+
+
+def _taken(x: Any, rows: Rows, group: LikeRows) -> Any:
+    """Return the tokens of a group (1, t, ...) from x (1, T, ...)."""
+    if not _is_of_tokens(x, rows):
+        return x
+    return x.flatten(0, 1).index_select(0, group.places.to(x.device))[None]
+
+
+def _joined(outputs: list[Any], rows: Rows) -> Any:
+    """Return the outputs of all groups as those of all rows, in the order of `rows`."""
+    leaves = [tree_flatten(output)[0] for output in outputs]
+    joined = [_joined_leaf(parts, rows) for parts in zip(*leaves, strict=True)]
+    return tree_unflatten(joined, tree_flatten(outputs[0])[1])
+
+
+def _joined_leaf(parts: tuple[Any, ...], rows: Rows) -> Any:
+    if not any(isinstance(part, torch.Tensor) for part in parts):
+        return parts[0]
+    for part, group in zip(parts, rows.alike, strict=True):
+        if not _is_of_tokens(part, group.rows):
+            raise NotForRows("a layer that keeps a state returns a tensor that is not of tokens")
+    flat = torch.cat([part.flatten(0, 1) for part in parts])
+    return flat.index_select(0, rows.order_of_alike.to(flat.device)).unflatten(0, (rows.batch, -1))
 
 
 def _device_of(call: dict[str, Any], rows: Rows) -> torch.device:
