@@ -11,8 +11,9 @@ loop of `liger_trainer.speculative_decoding`: without a head and with each of th
 
 The clock runs from the end of the pass over a prompt to the end of the answer. `ms` is the time of a pass and
 `head_ms` the part of it in which the head guesses. `times` compares tokens/s with the loop without a head. All ways to
-decode take turns, prompt by prompt, so a slow minute of the machine meets all of them. `changed` counts answers that
-differ from the ones without a head. In exact arithmetic there are none.
+decode take turns, prompt by prompt, so a slow minute of the machine meets all of them. On a CPU, decoding runs in one
+thread, and its time is the processor time of this process: what a core takes alone, whatever else the machine does.
+`changed` counts answers that differ from the ones without a head. In exact arithmetic there are none.
 
 `--heads_folder` keeps the trained heads, and takes them from there if they exist. `--tiny` only tries the script.
 """
@@ -39,6 +40,7 @@ from liger_trainer.speculative_decoding import EagleGuesser, MedusaGuesser, MTPG
 WITHOUT = "no head"
 TRAINING = "training.json"  # in the folder of a trained head
 KINDS = {"eagle": "EAGLE-3", "mtp": "MTP", "medusa": "Medusa"}
+CLOCK = time.perf_counter if DEVICE == "cuda" else time.process_time
 LEARNING_RATES = {"eagle": 2e-3, "mtp": 1e-3, "medusa": 3e-3}  # the drafter begins with random weights
 
 
@@ -114,10 +116,10 @@ class Clocked:
 
     def guess(self, states, following):
         synchronize()
-        start = time.perf_counter()
+        start = CLOCK()
         guesses = self.guesser.guess(states, following)
         synchronize()
-        self.seconds += time.perf_counter() - start
+        self.seconds += CLOCK() - start
         return guesses
 
 
@@ -136,13 +138,13 @@ def clock(model, guesser, prompt, ends, options):
     passes = decode_by_pass(model, guesser, prompt, ends, options.max_new_tokens)
     text = next(passes)
     synchronize()
-    start = time.perf_counter()
+    start = CLOCK()
     count = 0
     for tokens in passes:
         text = text + tokens
         count += 1
     synchronize()
-    return text, count, time.perf_counter() - start
+    return text, count, CLOCK() - start
 
 
 def measure(model, heads, prompts, ends, options):
@@ -214,7 +216,7 @@ def main(argv=None):
     to_train, held_out = split(options.data)
     held_out = held_out[: options.prompts]
     print(f"{len(to_train)} rows to train on, {len(held_out)} prompts held out")
-    found = {"options": vars(options), "threads": torch.get_num_threads(), "training": {}}
+    found = {"options": vars(options), "training": {}}
     with tempfile.TemporaryDirectory() as temporary:
         folders = {kind: Path(options.heads_folder or temporary, kind) for kind in options.kinds}
         for kind, folder in folders.items():
@@ -226,6 +228,8 @@ def main(argv=None):
         model.to(DEVICE).eval()
         heads = {kind: load_head(kind, model, folder) for kind, folder in folders.items()}
         prompts = [encode(tokenizer, row["prompt"]) for row in held_out]
+        if DEVICE == "cpu":
+            torch.set_num_threads(1)
         found["rows"] = measure(model, heads, prompts, end_tokens(model, tokenizer), options)
     record.write(found)
     table(found["rows"], COLUMNS)
