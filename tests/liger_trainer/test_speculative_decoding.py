@@ -67,7 +67,7 @@ def decoder(request, tmp_path_factory):
 
 
 class Listed:
-    """Guesses `right` tokens of a text that it knows, one number for each pass, and wrong ones up to `STEPS`."""
+    """Guesses `STEPS` tokens of a text that it knows, but in each pass one wrongly: after `right` tokens."""
 
     reads = ()
 
@@ -86,7 +86,7 @@ class Listed:
         self.written += len(following) if self.written else len(following) - len(self.prompt) + 1
         right = next(self.passes)
         guesses = [*self.text, *[0] * STEPS][self.written : self.written + STEPS]
-        return torch.tensor([token if k < right else (token + 1) % VOCAB for k, token in enumerate(guesses)])
+        return torch.tensor([(token + 1) % VOCAB if k == right else token for k, token in enumerate(guesses)])
 
 
 def generated(model, prompt, ends, length):
