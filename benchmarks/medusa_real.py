@@ -19,7 +19,14 @@ import torch
 from _measure import DEVICE, Record, arguments, table
 from _models import trained
 
-from liger_trainer import LigerEagleConfig, LigerEagleTrainer, LigerMedusaConfig, LigerMedusaTrainer
+from liger_trainer import (
+    LigerEagleConfig,
+    LigerEagleTrainer,
+    LigerMedusaConfig,
+    LigerMedusaTrainer,
+    LigerMTPConfig,
+    LigerMTPTrainer,
+)
 from liger_trainer.command.tools.heads import read_prompts
 from liger_trainer.data.answers import answer, encode, end_tokens
 from liger_trainer.eagle.evaluate import evaluate as evaluate_drafter
@@ -56,11 +63,15 @@ def answered(model, tokenizer, prompts, ends, options):
 
 
 def trainer_of(model, tokenizer, rows, options):
+    """The trainer of a head of the kind `options.kind`. A model for `mtp` has an MTP head in its checkpoint."""
     from datasets import Dataset
 
     if options.kind == "eagle":
         config_class, trainer_class = LigerEagleConfig, LigerEagleTrainer
         own = {"eagle_steps": options.heads, "eagle_draft_vocab_size": options.draft_vocab}
+    elif options.kind == "mtp":
+        config_class, trainer_class = LigerMTPConfig, LigerMTPTrainer
+        own = {"mtp_targets": options.targets}
     else:
         config_class, trainer_class = LigerMedusaConfig, LigerMedusaTrainer
         own = {

@@ -105,16 +105,16 @@ class DrafterAttention(nn.Module):
             with rebuilding(normed):
                 projected = F.linear(normed, step.weight) + step.embeds
             q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected.split(self.sizes, -1))
-            q = _rotated(q, step.angles)
-            k = _rotated(k, step.angles)
+            q = rotated(q, step.angles)
+            k = rotated(k, step.angles)
         else:
             own = step.embeds[:, :queries].index_select(0, step.drafted)
             q = F.linear(normed.index_select(0, step.drafted), step.weight[:queries]) + own
             with rebuilding(normed):
                 others = F.linear(normed, step.weight[queries:]) + step.embeds[:, queries:]
             k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in others.chunk(2, -1))
-            q = _rotated(q.unflatten(-1, (-1, self.head_dim)), step.angles.index_select(0, step.drafted))
-            k = _rotated(k, step.angles)
+            q = rotated(q.unflatten(-1, (-1, self.head_dim)), step.angles.index_select(0, step.drafted))
+            k = rotated(k, step.angles)
         k = k.contiguous()
         v = v.contiguous()  # later steps keep it; a view would keep the whole projection alive
         out = self._attention(q, [*keys, k], [*values, v], step.rows, step.drafted)
@@ -138,7 +138,7 @@ class DrafterAttention(nn.Module):
         return row_attention(wide, *first, rows.offsets, rows.longest).index_select(0, drafted)
 
 
-def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Return `x` (T, heads, D) rotated by angles (T, D / 2)."""
     cos = angles.cos().unsqueeze(0)
     sin = angles.sin().unsqueeze(0)

@@ -1,7 +1,7 @@
 """Measures a drafter on the greedy text of its own model.
 
 One pass of the model over the text and K steps of the drafter show what a decoder would accept: while guesses are
-right, a decoder passes the drafter the tokens of the text. A test compares this with the decoder in `decode.py`.
+right, a decoder passes the drafter the tokens of the text. A test compares this with `speculative_decoding.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.eagle.drafter import EagleDrafter
-from liger_trainer.eagle.target import decoder_layers, default_layers, embedding_of
+from liger_trainer.eagle.target import embedding_of, layers_to_read
 from liger_trainer.head.acceptance import Acceptance, measure_acceptance
 from liger_trainer.head.flat_rows import one_row
 from liger_trainer.head.frozen import in_dtype_of
@@ -91,9 +91,7 @@ def read_target(model: PreTrainedModel, drafter: EagleDrafter, ids: torch.Tensor
 
     The states have the drafter's dtype, which is fp32 after a training under autocast.
     """
-    layers = decoder_layers(model)
-    numbers = drafter.config.layers or default_layers(len(layers))
-    with tapped(layers, numbers) as tapped_states:
+    with tapped(layers_to_read(model, drafter.config.layers)) as tapped_states:
         logits = model(input_ids=ids, use_cache=False).logits
     states = torch.cat([x[0] for x in tapped_states], -1)
     return states.to(drafter.fc.weight.dtype), logits[0].argmax(-1)

@@ -28,6 +28,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return layers
 
 
+def layers_to_read(model: nn.Module, numbers: Sequence[int] | None) -> list[nn.Module]:
+    """Return the layers whose inputs a drafter reads. Without `numbers`, the ones of `default_layers`."""
+    layers = decoder_layers(model)
+    return [layers[i] for i in numbers or default_layers(len(layers))]
+
+
 def default_layers(depth: int) -> tuple[int, int, int]:
     """Return the hidden states that vLLM and SGLang read if the config names none. ValueError below 7 layers."""
     layers = (2, depth // 2, depth - 3)

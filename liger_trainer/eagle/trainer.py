@@ -127,7 +127,7 @@ class LigerEagleTrainer(LigerHeadsTrainer):
         """
         args = self.args
         base = base_model_of(self.model)
-        with as_served(base), tapped(self._target_layers, self._layers) as tapped_states:
+        with as_served(base), tapped([self._target_layers[i] for i in self._layers]) as tapped_states:
             outputs = run()
         if len(tapped_states) != len(self._layers):
             called = len(tapped_states)

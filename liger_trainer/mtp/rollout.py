@@ -73,15 +73,17 @@ def _run(
     of_rollout = (guess > 1) & (guess <= guess[:, None]) & (token == token[:, None])
     hidden_rows = torch.zeros(len(x), len(x), dtype=x.dtype, device=x.device)
     hidden_rows.masked_fill_(~(of_text | of_rollout), torch.finfo(x.dtype).min)
+    return run_layer(predictor, x, token + guess - 1, attention_mask=hidden_rows[None, None], use_cache=False)
+
+
+def run_layer(
+    predictor: Any, x: torch.Tensor, positions: torch.Tensor, **call: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (norm(y), s) for rows f (L, H) at `positions` (L,). `call` are further arguments of the head's module."""
     inputs: list[torch.Tensor] = []
     hook = predictor.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
-        outputs = predictor(
-            inputs_embeds=x[None],
-            attention_mask=hidden_rows[None, None],
-            position_ids=(token + guess - 1)[None],
-            use_cache=False,
-        )
+        outputs = predictor(inputs_embeds=x[None], position_ids=positions[None], **call)
     finally:
         hook.remove()
     normed = outputs.last_hidden_state[0]

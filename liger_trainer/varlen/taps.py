@@ -1,4 +1,4 @@
-"""Reads what goes into decoder layers, in a call that computes padding and in one that does not.
+"""Reads what goes into modules such as decoder layers, in a call that computes padding and in one that does not.
 
 Padding is left out of a call only if no hook sees its rows. The hooks of this file may: their caller takes rows either
 way.
@@ -12,8 +12,8 @@ from torch import nn
 
 
 @contextmanager
-def tapped(layers: nn.ModuleList, numbers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """Context manager: a call of the model puts the inputs of the layers `numbers` into the list that it gives.
+def tapped(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """Context manager: a call of the model puts the inputs of its `modules` into the list that it gives, as called.
 
     They are (B, S, H) or, where the model left padding out, (1, T, H) with the T real tokens of the batch.
     """
@@ -22,7 +22,7 @@ def tapped(layers: nn.ModuleList, numbers: Sequence[int]) -> Iterator[list[torch
     def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
         seen.append(args[0] if args else kwargs["hidden_states"])
 
-    hooks = [layers[i].register_forward_pre_hook(keep, with_kwargs=True) for i in numbers]
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
     try:
         yield seen
     finally:

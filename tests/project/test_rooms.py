@@ -24,6 +24,7 @@ LAYERS = (  # a module imports from its own layer and from earlier ones
     ("trainers",),
     ("medusa",),
     ("eagle",),
+    ("speculative_decoding",),
     ("fitting", "verify"),
     ("command.options", "command.processes"),
     ("command.recipe",),

@@ -9,10 +9,10 @@ from medusa_brute_force import ENDS, prompts_of
 from tiny_models import VOCAB
 
 from liger_trainer.data.answers import answer
-from liger_trainer.eagle.decode import decode
 from liger_trainer.eagle.evaluate import evaluate, right_guesses
 from liger_trainer.eagle.target import default_layers
 from liger_trainer.head.acceptance import simulate_decoding
+from liger_trainer.speculative_decoding import EagleGuesser, decode
 from liger_trainer.varlen.taps import tapped
 
 
@@ -36,7 +36,7 @@ def test_a_decoder_accepts_what_the_walk_says(fitted):
     lengths = []
     for prompt in prompts_of(4) + prompts_of(3, seed=9):
         text = answer(model, [prompt], ENDS, 24)[0]
-        decoded = decode(model, drafter, prompt, ENDS, 3, 24)
+        decoded = decode(model, EagleGuesser(model, drafter, 3), prompt, ENDS, 24)
         assert decoded.text == text
         if len(text) > 1:
             tokens_per_pass, _ = simulate_decoding([right_guesses(model, drafter, prompt, text, 3)])
@@ -55,7 +55,8 @@ def test_a_drafter_that_was_trained_in_mixed_precision(tmp_path):
     reports = []
     for _ in range(2):
         reports.append(evaluate(model, drafter, prompts_of(3), ENDS, steps=2, max_new_tokens=6))
-        assert decode(model, drafter, prompts_of(1)[0], ENDS, 2, 6).text == answer(model, prompts_of(1), ENDS, 6)[0]
+        decoded = decode(model, EagleGuesser(model, drafter, 2), prompts_of(1)[0], ENDS, 6)
+        assert decoded.text == answer(model, prompts_of(1), ENDS, 6)[0]
         drafter.bfloat16()
     assert reports[0].tokens == reports[1].tokens
     assert reports[0].accuracy == pytest.approx(reports[1].accuracy, abs=0.15)
@@ -83,7 +84,7 @@ def test_a_drafter_in_fp32_on_a_model_in_16_bits(fitted):
     drafter.float()
     report = evaluate(model, drafter, prompts_of(4), ENDS, steps=3, max_new_tokens=24)
     assert report.tokens_per_pass > 1.2
-    assert decode(model, drafter, prompts_of(1)[0], ENDS, 3, 24).passes > 0
+    assert decode(model, EagleGuesser(model, drafter, 3), prompts_of(1)[0], ENDS, 24).passes > 0
 
 
 def test_texts_of_one_token(fitted):
@@ -96,7 +97,7 @@ def test_taps_are_the_hidden_states_of_transformers():
     model = eagle_target().eval()
     ids = torch.tensor([[5, 9, 11, 40, 3]])
     want = model(ids, output_hidden_states=True).hidden_states
-    with tapped(model.model.layers, (0, 2, 3)) as seen:
+    with tapped([model.model.layers[i] for i in (0, 2, 3)]) as seen:
         model(ids)
     for i, x in zip((0, 2, 3), seen, strict=True):
         assert torch.equal(x, want[i])

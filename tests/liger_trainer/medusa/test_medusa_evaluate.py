@@ -7,6 +7,7 @@ from medusa_brute_force import ENDS, model_with_fitted_heads, prompts_of
 from liger_trainer.data.answers import answer, end_tokens
 from liger_trainer.head.acceptance import simulate_decoding
 from liger_trainer.medusa.evaluate import evaluate, right_guesses
+from liger_trainer.speculative_decoding import MedusaGuesser, decode
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,12 @@ def passes_of(model, heads, prompt, text):
 def test_walk_counts_the_passes_of_a_decoder(fitted, texts):
     model, heads = fitted
     rates = set()
+    guesser = MedusaGuesser(model, heads, 3)
     for prompt, text in texts:
         rate, _ = simulate_decoding([right_guesses(model, heads, prompt, text)])
-        assert rate == (len(text) - 1) / passes_of(model, heads, prompt, text)
+        passes = passes_of(model, heads, prompt, text)
+        assert rate == (len(text) - 1) / passes
+        assert decode(model, guesser, prompt, ENDS, 24) == (text, passes)
         rates.add(rate)
     assert len(rates) > 2
 

@@ -1,4 +1,4 @@
-"""`mtp.evaluate` against a plain decoder with the head, which writes the model's greedy text in as many passes."""
+"""`mtp.evaluate` against the plain loop of decoding, which writes the model's greedy text in as many passes."""
 
 import copy
 import re
@@ -16,6 +16,7 @@ from liger_trainer.head.flat_rows import one_row
 from liger_trainer.mtp.evaluate import evaluate, right_guesses
 from liger_trainer.mtp.predictor import predict
 from liger_trainer.mtp.rollout import roll_out
+from liger_trainer.speculative_decoding import MTPGuesser, decode
 
 PROMPTS = [[5, 9, 5], [7, 30, 2, 8], [40], [11, 12, 13, 14]]
 
@@ -41,47 +42,6 @@ def trained(tmp_path_factory):
     return trained_on(tmp_path_factory.mktemp("mtp"), "mtp")
 
 
-@torch.no_grad()
-def decode(model, head, prompt, max_new_tokens, steps):
-    """The text after a prompt, and the passes of the model after the one over the prompt."""
-    norm_sees = []
-    head.norm.register_forward_pre_hook(lambda _, args: norm_sees.append(args[0]))
-    embedding = model.get_input_embeddings()
-
-    def model_pass(ids):
-        out = model(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False)
-        return out.hidden_states[-1][0], out.logits[0].argmax(-1).tolist()
-
-    def guesses(hidden, ids):
-        """The tokens after `ids`, one after the other, from the states (n - 1, H) of all but the last of them."""
-        drafted = []
-        states = hidden
-        for _ in range(steps):
-            following = torch.tensor([*ids, *drafted])[1:]
-            x = torch.cat([head.pre_fc_norm_embedding(embedding(following)), head.pre_fc_norm_hidden(states)], -1)
-            row = {"inputs_embeds": head.fc(x)[None], "position_ids": torch.arange(len(x))[None], "use_cache": False}
-            normed = head(**row).last_hidden_state[0]
-            drafted.append(int(model.lm_head(normed[-1]).argmax()))
-            state = norm_sees[-1][0] if head.names_in_files.is_layer else normed
-            states = torch.cat([states, state[-1:]])
-        return drafted
-
-    ids = list(prompt)
-    hidden, choices = model_pass(ids)
-    text = [choices[-1]]
-    passes = 0
-    while len(text) < max_new_tokens:
-        ids = prompt + text
-        draft = guesses(hidden[: len(ids) - 1], ids)
-        hidden, choices = model_pass(ids + draft)
-        passes += 1
-        for k, choice in enumerate(choices[len(ids) - 1 :]):
-            text.append(choice)
-            if k < steps and choice != draft[k]:
-                break
-    return text[:max_new_tokens], passes
-
-
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_decoder_accepts_what_the_walk_says(steps, kind, tmp_path):
@@ -89,11 +49,11 @@ def test_a_decoder_accepts_what_the_walk_says(steps, kind, tmp_path):
     rights = []
     for prompt in PROMPTS:
         (want,) = answer(model, [prompt], set(), 12)
-        text, passes = decode(model, head, prompt, 12, steps)
-        assert text == want
+        decoded = decode(model, MTPGuesser(model, head, steps), prompt, set(), 12)
+        assert decoded.text == want
         rights.append(right_guesses(model, head, prompt, want, steps))
         tokens_per_pass, _ = simulate_decoding(rights[-1:])
-        assert tokens_per_pass == pytest.approx((len(text) - 1) / passes)
+        assert tokens_per_pass == pytest.approx(decoded.tokens_per_pass)
     report = evaluate(model, head, PROMPTS, set(), steps=steps, max_new_tokens=12)
     assert report.tokens_per_pass == pytest.approx(simulate_decoding(rights)[0])
     assert 1 < report.tokens_per_pass <= steps + 1
