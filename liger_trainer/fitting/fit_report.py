@@ -168,13 +168,11 @@ def _notes_on_states(job: TrainSpec, rows: int, length: int) -> list[str]:
             "counts PyTorch code, which runs without that package and takes more.",
         ]
     if side_by_side and job.documents is not None:
-        lengths = job.documents.lengths(rows, length)
+        lengths = job.documents(rows, length)
         notes += [
             "",
-            f"The documents of packed rows lie side by side, padded to the longest, in {side_by_side} of the layers, "
-            f"which keep a state. Counted with {len(lengths)} documents in a micro-batch: one of {max(lengths)} "
-            f"tokens, the others of at most {min(job.documents.short, length)}. Pass --documents 60,600, the tokens of "
-            "your short documents and of the longest one.",
+            f"The documents of packed rows lie side by side, padded, in {side_by_side} of the layers, which keep a "
+            f"state. Counted with {len(lengths)} documents of at most {max(lengths)} tokens in a micro-batch.",
         ]
     return notes
 

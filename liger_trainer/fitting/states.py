@@ -2,13 +2,13 @@
 
 Without a GPU these layers run transformers' PyTorch code, and see full rows. On a GPU, flash-linear-attention computes
 the gated delta rule, and knows where documents begin. Layers that cannot be told that get the documents of a packed
-micro-batch side by side, padded on the right to the longest one (`varlen/state_layers.py`).
+micro-batch side by side, in groups of like length, padded on the right (`varlen/state_layers.py`).
 """
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,40 +25,28 @@ from liger_trainer.varlen.rows import Rows
 
 GATED_DELTA_RULE = "chunk_gated_delta_rule"  # the package's function
 _CHUNK = 64  # tokens, of the package
-_SHARE_OF_SHORT = 32  # of a row: rows of 2048 are counted with documents of 64 tokens
-_SHARE_OF_LONGEST = 4  # and with one of 512
+_SHARE_OF_LONGEST = 4  # of a row: rows of 2048 are counted with documents of 512 tokens
+_SHARE_OF_SHORT = 32  # and less, down to 64
 
 
-@dataclass(frozen=True)
-class Documents:
-    """The documents of a packed micro-batch: one of the longest, and as many short ones as there is room for.
+def usual_documents(rows: int, length: int) -> list[int]:
+    """Return the tokens of each document in `rows` packed rows of `length` tokens, where they are not known.
 
-    Padding them to the longest takes the most memory that documents of these lengths can take. A mean would not tell
-    it, because packing collects short documents.
-
-    Args:
-        short (`int`): Tokens of a short document.
-        longest (`int`): Tokens of the longest one.
+    Their lengths go from a quarter of a row down to a 32nd, each four fifths of the one before, again and again until
+    all rows are full. Of documents whose lengths are so spread out, groups of like length have much padding.
     """
-
-    short: int
-    longest: int
-
-    @classmethod
-    def of_rows(cls, length: int) -> "Documents":
-        """Return the documents that rows of `length` tokens are counted with if nothing is known of them."""
-        return cls(max(1, length // _SHARE_OF_SHORT), max(1, length // _SHARE_OF_LONGEST))
-
-    def lengths(self, rows: int, length: int) -> list[int]:
-        """Return the tokens of each document in `rows` packed rows of `length` tokens, all of which are filled."""
-        longest = min(self.longest, length)
-        found = [longest]
-        for room in (length - longest, *(rows - 1) * [length]):
-            whole, rest = divmod(room, self.short)
-            found += whole * [min(self.short, room)]
-            if rest:
-                found.append(rest)
-        return found
+    spread = [max(1, length // _SHARE_OF_LONGEST)]
+    while spread[-1] * 4 // 5 >= max(1, length // _SHARE_OF_SHORT):
+        spread.append(spread[-1] * 4 // 5)
+    found = []
+    for _ in range(rows):
+        room = length
+        for document in itertools.cycle(spread):
+            found.append(min(document, room))
+            room -= found[-1]
+            if room == 0:
+                break
+    return found
 
 
 def layers_by_package(model: nn.Module) -> list[nn.Module]:

@@ -23,7 +23,7 @@ from liger_trainer.fitting.losses import sequences, without_adapter
 from liger_trainer.fitting.meta_model import ModelSpec, freed_by_fp8, on_meta, without_values
 from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.fitting.simulated_memory import SimulatedMemory
-from liger_trainer.fitting.states import Documents, layers_by_package, layers_side_by_side, run_as_on_gpu
+from liger_trainer.fitting.states import layers_by_package, layers_side_by_side, run_as_on_gpu
 from liger_trainer.fp8.quantize_base import prepare_for_shards
 from liger_trainer.memory import switches
 from liger_trainer.memory.feature import AUTO
@@ -54,7 +54,8 @@ class TrainSpec:
     budget: float | None = None  # memory_budget, in GiB
     in_backward: bool = False  # optimizer_in_backward
     images: RowImages | None = None  # of each row
-    documents: Documents | None = None  # of packed rows
+    # Returns the tokens of each document, for (rows, length) of packed rows
+    documents: Callable[[int, int], list[int]] | None = None
     fla: bool = True  # whether flash-linear-attention is installed where the model is trained
     built: dict[bool, nn.Module] = field(default_factory=dict, repr=False)
 
@@ -126,7 +127,7 @@ def estimate_memory(
         if job.shape.peft_config is not None:
             model.enable_input_require_grads()
     reference = job.model(adapter=False) if job.reference and job.shape.peft_config is None else None
-    lengths = None if job.documents is None else job.documents.lengths(rows, length)
+    lengths = None if job.documents is None else job.documents(rows, length)
     for each in (model, reference):
         if each is not None:
             run_as_on_gpu(each, job.fla, lengths, rows)

@@ -12,8 +12,7 @@ from liger_trainer.command.recipe.read import parse_recipe
 from liger_trainer.errors import RecipeError
 
 _USAGE = (
-    "liger-trainer fit RECIPE [--gpus N] [--gpu-memory GIB] [--images WxH,...] [--documents SHORT,LONGEST] "
-    "[--fla true|false] [--key value ...]"
+    "liger-trainer fit RECIPE [--gpus N] [--gpu-memory GIB] [--images WxH,...] [--fla true|false] [--key value ...]"
 )
 
 
@@ -28,18 +27,16 @@ def add_fit_command(commands: Any) -> None:
         "Say how much GPU memory a step of a recipe needs, which plan activation_checkpointing: auto would choose, and "
         "the longest row and the largest batch that fit. Only the config of the model is read. --gpus is the number of "
         "GPUs (1), --gpu-memory the memory of each in GiB (80), --images the sizes of the images of a row in pixels, "
-        "such as 640x480 or 640x480,640x480. --documents is about packed rows: the tokens of a short document and of "
-        "the longest one, such as 60,600. --fla says whether flash-linear-attention is installed where the model is "
+        "such as 640x480 or 640x480,640x480. --fla says whether flash-linear-attention is installed where the model is "
         "trained (true).",
     )
 
 
 def _fit(args: argparse.Namespace) -> int:
-    own_options, argv = take_options(args.options, "gpus", "gpu_memory", "images", "documents", "fla")
+    own_options, argv = take_options(args.options, "gpus", "gpu_memory", "images", "fla")
     gpus = parse_positive("--gpus", own_options.get("gpus", "1"), int)
     memory = parse_positive("--gpu-memory", own_options.get("gpu_memory", "80"), float)
     images = _sizes(own_options["images"]) if "images" in own_options else []
-    documents = _lengths(own_options["documents"]) if "documents" in own_options else None
     fla = parse_switch("--fla", own_options.get("fla", "true"))
     print_loading()
     with preserve_environment():
@@ -50,7 +47,7 @@ def _fit(args: argparse.Namespace) -> int:
         from liger_trainer.fitting.fit_report import fit_report
         from liger_trainer.fitting.images import UnknownSizes
 
-        spec = train_spec_of(recipe, gpus, images, documents, fla)
+        spec = train_spec_of(recipe, gpus, images, fla)
         rows, length = size_of(recipe, spec.images)
         try:
             text = fit_report(spec, rows, length, checkpointing_of(recipe), memory, may_capture(recipe, gpus), _show)
@@ -72,15 +69,6 @@ def _sizes(text: str) -> list[tuple[int, int]]:
             "640x480,1024x768."
         )
     return [(int(size[1]), int(size[2])) for size in matches if size]
-
-
-def _lengths(text: str) -> tuple[int, int]:
-    matches = re.fullmatch(r"\s*([1-9]\d*)\s*,\s*([1-9]\d*)\s*", text)
-    if matches is None or int(matches[1]) > int(matches[2]):
-        raise RecipeError(
-            f"--documents is {text!r}; expected the tokens of a short document and of the longest one, such as 60,600."
-        )
-    return int(matches[1]), int(matches[2])
 
 
 def _show(line: str) -> None:

@@ -14,7 +14,7 @@ from liger_trainer.fitting import losses, optimizers
 from liger_trainer.fitting.images import RowImages, row_images
 from liger_trainer.fitting.meta_model import ModelSpec
 from liger_trainer.fitting.sharding import Sharding
-from liger_trainer.fitting.states import Documents
+from liger_trainer.fitting.states import usual_documents
 from liger_trainer.fitting.step import TrainSpec
 from liger_trainer.memory.host_inputs import OPTION
 from liger_trainer.trainers.cuda_graphs import arguments_reason
@@ -31,21 +31,13 @@ _WITH_REFERENCE = ("LigerDPOTrainer", "LigerKTOTrainer")
 _OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "selective": False}  # and their values without effect
 
 
-def train_spec_of(
-    recipe: Recipe,
-    gpus: int,
-    images: Sequence[tuple[int, int]] = (),
-    documents: tuple[int, int] | None = None,
-    fla: bool = True,
-) -> TrainSpec:
+def train_spec_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = (), fla: bool = True) -> TrainSpec:
     """Return the `TrainSpec` of `recipe` on `gpus` GPUs. RecipeError if `fit` cannot estimate a part of it.
 
     Args:
         recipe (`Recipe`): The recipe.
         gpus (`int`): The GPUs that share the model.
         images (`Sequence`, *optional*): The sizes of the images of a row, in pixels.
-        documents (`tuple`, *optional*): The tokens of a short document of packed rows, and of the longest one. Unset:
-            `Documents.of_rows`.
         fla (`bool`, *optional*, defaults to `True`): Whether flash-linear-attention is installed in the training.
     """
     import torch
@@ -93,21 +85,9 @@ def train_spec_of(
         budget=training.memory_budget,
         in_backward=training.optimizer_in_backward,
         images=_row_images(source, images) if images else None,
-        documents=_documents(recipe, documents),
+        documents=usual_documents if getattr(training, "packing", False) else None,
         fla=fla,
     )
-
-
-def _documents(recipe: Recipe, lengths: tuple[int, int] | None) -> Documents | None:
-    packing = getattr(recipe.training, "packing", False)
-    if lengths is not None and not packing:
-        raise RecipeError(f"--documents is given, but {recipe.path} does not set packing: true. Leave it out.")
-    length = getattr(recipe.training, "max_length", None)
-    if not packing or length is None:  # `size_of` refuses the second
-        return None
-    if lengths is None:
-        return Documents.of_rows(length)
-    return Documents(*lengths)
 
 
 def _row_images(source: ModelSource, sizes: Sequence[tuple[int, int]]) -> RowImages:

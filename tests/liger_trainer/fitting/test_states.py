@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_trainer.fitting import losses
 from liger_trainer.fitting.meta_model import ModelSpec
-from liger_trainer.fitting.states import Documents, layers_by_package, layers_side_by_side
+from liger_trainer.fitting.states import layers_by_package, layers_side_by_side, usual_documents
 from liger_trainer.fitting.step import TrainSpec, estimate_memory
 from liger_trainer.memory.device_memory import GIB
+from liger_trainer.varlen import alike
 from liger_triton import _dispatch
 
 PLENTY = 1 << 40
 ROWS, LENGTH = 2, 2048
-PACKED = Documents(64, 512)
 ON_GRANITE = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear"]
 ON_QWEN = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"]
 ON_QWEN += ["gate_proj", "up_proj", "down_proj"]
@@ -29,13 +29,19 @@ def kernels_are_proven_by_their_twins(monkeypatch):
     monkeypatch.setattr(_dispatch, "INTERPRET", False)
 
 
-class Lengths(Documents):
-    """Documents of a measured micro-batch: their number, and the longest. The others share the other tokens."""
+def one_long(rows, length):
+    """One document of 512 tokens, and the others of 64."""
+    return [512] + [64] * ((rows * length - 512) // 64)
 
-    def lengths(self, rows, length):
-        number, longest = self.short, self.longest
+
+def measured(number, longest):
+    """The documents of a measured micro-batch: their number, and the longest. The others share the other tokens."""
+
+    def lengths(rows, length):
         each, rest = divmod(rows * length - longest, number - 1)
         return [longest, *(number - 2) * [each], each + rest]
+
+    return lengths
 
 
 def spec(name, **options):
@@ -52,34 +58,51 @@ def micro_batch(name, rows=ROWS, length=LENGTH, documents=None, fla=True, checkp
 
 
 def test_documents_of_a_micro_batch():
-    assert Documents(60, 300).lengths(2, 500) == [300, 60, 60, 60, 20, *8 * [60], 20]
-    assert Documents(60, 600).lengths(2, 500) == [500, *8 * [60], 20]
-    assert Documents(600, 900).lengths(2, 500) == [500, 500]
-    assert Documents.of_rows(2048) == Documents(64, 512)
-    assert Documents.of_rows(3) == Documents(1, 1)
-    for documents in (Documents(1, 1), Documents(7, 50), Documents(64, 512)):
-        assert sum(documents.lengths(3, 100)) == 300
+    spread = [512, 409, 327, 261, 208, 166, 132]
+    assert usual_documents(2, 2048) == [*spread, 2048 - sum(spread), *spread, 2048 - sum(spread)]
+    assert usual_documents(1, 9999) == [2499, 1999, 1599, 1279, 1023, 818, 654, 128]
+    for rows, length in ((1, 1), (2, 3), (3, 100), (2, 2048)):
+        assert sum(usual_documents(rows, length)) == rows * length
+        assert max(usual_documents(rows, length)) == max(1, length // 4)
+
+
+@pytest.fixture
+def in_one_group(monkeypatch):
+    """As the documents were padded when the peaks were measured."""
+    monkeypatch.setattr(alike, "MOST_GROUPS", 1)
+    micro_batch.cache_clear()
+    yield
+    micro_batch.cache_clear()
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("name", ["granitemoehybrid", "bamba"])
-def test_documents_side_by_side_take_the_memory_of_a_padded_batch(name, checkpointing):
+def test_documents_side_by_side_take_the_memory_of_a_padded_batch(name, checkpointing, in_one_group):
     """57 documents of up to 512 tokens have 7 times as many tokens in a scan as the micro-batch has."""
-    number = len(PACKED.lengths(ROWS, LENGTH))
+    number = len(one_long(ROWS, LENGTH))
     full = micro_batch(name, checkpointing=checkpointing)
-    found = micro_batch(name, documents=PACKED, checkpointing=checkpointing)
-    padded = micro_batch(name, number, PACKED.longest, checkpointing=checkpointing)
+    found = micro_batch(name, documents=one_long, checkpointing=checkpointing)
+    padded = micro_batch(name, number, 512, checkpointing=checkpointing)
     assert full * 1.5 < found < padded
+
+
+@pytest.mark.parametrize(("documents", "most"), [(one_long, 0.6), (usual_documents, 0.95)])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "bamba"])
+def test_groups_of_like_length_take_less_than_one(name, documents, most, request):
+    """Still more than full rows: this scan pads each document to a chunk of 256 tokens."""
+    full, in_groups = (micro_batch(name, documents=given) for given in (None, documents))
+    request.getfixturevalue("in_one_group")
+    assert full < in_groups < most * micro_batch(name, documents=documents)
 
 
 def test_documents_change_nothing_where_layers_are_told_where_they_begin():
     for name in ("llama", "lfm2", "qwen3_5_text"):
-        assert micro_batch(name, documents=PACKED) == pytest.approx(micro_batch(name), rel=1e-3)
+        assert micro_batch(name, documents=usual_documents) == pytest.approx(micro_batch(name), rel=1e-3)
 
 
 def test_without_the_package_documents_are_side_by_side():
-    full, packed = (micro_batch("qwen3_5_text", documents=given, fla=False) for given in (None, PACKED))
-    assert micro_batch("qwen3_5_text") < full < packed / 3
+    full, packed = (micro_batch("qwen3_5_text", documents=given, fla=False) for given in (None, usual_documents))
+    assert micro_batch("qwen3_5_text") < full < packed
 
 
 @pytest.mark.parametrize(
@@ -95,11 +118,13 @@ def test_which_layers(name, by_package, side_by_side):
 
 
 def test_auto_keeps_fewer_layers_for_documents_side_by_side():
-    none, every = (estimate_memory(spec("bamba", documents=PACKED), ROWS, LENGTH, way, PLENTY) for way in (False, True))
+    none, every = (
+        estimate_memory(spec("bamba", documents=usual_documents), ROWS, LENGTH, way, PLENTY) for way in (False, True)
+    )
     budget = (every.peak + 0.5 * (none.peak - every.peak)) / GIB
     full, packed = (
         estimate_memory(spec("bamba", documents=documents, budget=budget), ROWS, LENGTH, "auto", PLENTY)
-        for documents in (None, PACKED)
+        for documents in (None, usual_documents)
     )
     assert packed.checkpointing.kept < full.checkpointing.kept
     assert packed.peak <= 1.01 * budget * GIB
@@ -120,7 +145,15 @@ MEASURED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "modules", "rows", "documents", "gib"), MEASURED)
-def test_within_three_percent_of_the_measured_peak(name, modules, rows, documents, gib, benchmarks_on_path):  # noqa: F811
+def test_within_three_percent_of_the_measured_peak(
+    name,
+    modules,
+    rows,
+    documents,
+    gib,
+    benchmarks_on_path,  # noqa: F811
+    in_one_group,
+):
     from _models import MODELS
 
     family, shape = MODELS[name]
@@ -131,7 +164,7 @@ def test_within_three_percent_of_the_measured_peak(name, modules, rows, document
         lambda weights: torch.optim.AdamW(weights, fused=True),
         torch.bfloat16,
         checkpointing={"use_reentrant": False},
-        documents=None if documents is None else Lengths(*documents),
+        documents=None if documents is None else measured(*documents),
         fla=False,
     )
     found = estimate_memory(job, rows, 2048, True, 139 * GIB)
