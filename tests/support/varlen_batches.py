@@ -61,13 +61,16 @@ def captured_step(model, call, graphs=None):
 
 
 def assert_same_with_states(got, want):
-    """Compare like `assert_same_step`, with more room for the decay of a gated delta rule: its gradient cancels."""
+    """Compare like `assert_same_step`, with more room for the decay of a gated delta rule: its gradient cancels.
+
+    Processors differ in how they round the chunks of such a rule: other gradients by up to 1.2e-5.
+    """
     assert got[1].keys() == want[1].keys()
     decays = [name for name in want[1] if name.endswith(CANCELLING)]
     others = []
     for loss, grads in (got, want):
         others.append((loss, {name: grad for name, grad in grads.items() if name not in decays}))
-    assert_same_step(*others)
+    assert_same_step(*others, rtol=2e-5)
     for name in decays:
         torch.testing.assert_close(got[1][name], want[1][name], rtol=0, atol=5e-5 * want[1][name].norm().item())
 

@@ -50,7 +50,7 @@ def test_experts_that_begin_at_the_third_layer(tokens):
     want = image_step(model, padded())
     report = apply_liger(model)["varlen_attention"]
     tokens.clear()
-    assert_same_step(image_step(model, padded()), want)
+    assert_same_step(image_step(model, padded()), want, rtol=2e-5)  # 1.05e-5 on some processors
     assert tokens == [37] and not report.unsuited
 
 
@@ -64,7 +64,7 @@ def test_a_part_of_a_head_that_turns(tokens):
     want = image_step(model, padded())
     report = apply_liger(model)["varlen_attention"]
     tokens.clear()
-    assert_same_step(image_step(model, padded()), want)
+    assert_same_step(image_step(model, padded()), want, rtol=2e-5)  # 1.05e-5 on some processors
     assert tokens == [37] and not report.unsuited
     small = small_config(model.config)
     assert small.head_dim == small.qk_rope_head_dim + small.qk_nope_head_dim
@@ -123,5 +123,5 @@ def test_layers_that_reuse_keys_and_values_of_others(tokens):
     want = image_step(model, padded())
     report = apply_liger(model)["varlen_attention"]
     tokens.clear()
-    assert_same_step(image_step(model, padded()), want)
+    assert_same_step(image_step(model, padded()), want, rtol=2e-5)  # 1.05e-5 on some processors
     assert tokens == [37] and not report.unsuited
