@@ -261,14 +261,9 @@ def _why_its_layers_cut_tokens(backbone: nn.Module, call: dict[str, Any]) -> str
     """
     kept = call.get("logits_to_keep")
     asks_for_all = kept is None or (isinstance(kept, int) and kept == 0)
-    if asks_for_all or "logits_to_keep" not in _parameters_of(type(backbone)):
+    if asks_for_all or "logits_to_keep" not in inspect.signature(type(backbone).forward).parameters:
         return None
     return "logits_to_keep lets some of its layers compute only the last tokens of each row"
-
-
-@functools.cache
-def _parameters_of(backbone_class: type[nn.Module]) -> frozenset[str]:
-    return frozenset(inspect.signature(backbone_class.forward).parameters)
 
 
 # Readers of a model's outputs
