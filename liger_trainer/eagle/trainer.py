@@ -11,7 +11,7 @@ from torch import nn
 from liger_trainer._logging import logger
 from liger_trainer.eagle.config import LigerEagleConfig
 from liger_trainer.eagle.drafter import EagleDrafter
-from liger_trainer.eagle.files import DRAFTER_FOLDER
+from liger_trainer.eagle.files import DRAFTER_FOLDER, DrafterConfig
 from liger_trainer.eagle.fresh import attach_drafter, drafter_of, fresh_config, fresh_drafter
 from liger_trainer.eagle.init_checks import check_setup
 from liger_trainer.eagle.loss import drafter_loss
@@ -24,6 +24,9 @@ from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
 from liger_trainer.varlen.taps import tapped
+
+# What a drafter computes depends on these too, though its weights have the same shapes.
+_BESIDE_SHAPES = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
 
 
 class LigerEagleTrainer(LigerHeadsTrainer):
@@ -167,4 +170,19 @@ class LigerEagleTrainer(LigerHeadsTrainer):
         self._load_drafter(self.state.best_model_checkpoint)
 
     def _load_drafter(self, checkpoint: str) -> None:
-        self._drafter.load_state_dict(EagleDrafter.from_pretrained(checkpoint).state_dict())
+        saved = EagleDrafter.from_pretrained(checkpoint)
+        self._refuse_another_function(saved.config, checkpoint)
+        self._drafter.load_state_dict(saved.state_dict())
+
+    def _refuse_another_function(self, saved: DrafterConfig, checkpoint: str) -> None:
+        """ValueError if the drafter in `checkpoint` computes something else from the same weights."""
+        layers = saved.layers or default_layers(len(self._target_layers))
+        own = self._drafter.config
+        differing = [("layers", tuple(layers), tuple(self._layers))]
+        differing += [(name, getattr(saved, name), getattr(own, name)) for name in _BESIDE_SHAPES]
+        for name, there, here in differing:
+            if there != here:
+                raise ValueError(
+                    f"The drafter in {checkpoint} has {name}: {there}, and the one of this training {here}. Give the "
+                    "options of that training (eagle_layers, eagle_init_from), or start from it with eagle_init_from."
+                )

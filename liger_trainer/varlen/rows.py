@@ -200,11 +200,14 @@ class RowMask(LimitsAttention):
         return longest if self.window is None else min(longest, self.window)
 
     def __getitem__(self, index: object) -> "RowMask":
-        """Return the mask itself for slices that take all of it, as Gemma 4 asks for before layers that reuse keys."""
+        """Return the mask itself for slices that take all of it, as Gemma 4 asks for before layers that reuse keys.
+
+        Raises `NotForRows` for a part of it.
+        """
         parts = index if isinstance(index, tuple) else (index,)
         if all(isinstance(part, slice) and part in (slice(None), slice(0, None)) for part in parts):
             return self
-        raise TypeError("'RowMask' object is not subscriptable")
+        raise NotForRows("its layers take a part of the mask")
 
 
 _rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the running call", default=None)

@@ -112,6 +112,8 @@ def _forward_of(backbone_class):
         # The decision was about the arguments of the whole model. The model around may have made others of them.
         if len(args) > len(names) or not plan.fits(call):
             _refuse_mixing(bound, plan, "its inputs are made by the model around it")
+            if plan.graphs is not None:
+                plan.graphs.summary.count("its mask or other inputs are made by the model around it")
             if plan.leaves_out and not bound.proven.sees_both_ways:  # the report has said that
                 bound.report_fallback("its mask or other inputs are made by the model around it", COMPUTES_PADDING)
             return bound.call_previous(args, kwargs)

@@ -345,12 +345,23 @@ class BackboneGraphs:
             NotCapturable: The capture failed, or its replay is not faster. Only `too_large` or `off` has changed.
         """
         state = self.recorder.random_state()
+        trained = mode.snapshot.trained if mode.trains else []
         parameters = list(self._captured_parameters(mode.snapshot)) if mode.trains else []
+        captured = set(map(id, parameters))
+        outside = [p for p in trained if id(p) not in captured]
         timed = size.tokens > self.worthwhile
         try:
             with self._capture_conditions():
                 run = GraphCapture(
-                    size, self.gradients, self.recorder, forward, constants, mode.snapshot, parameters, mode.trains
+                    size,
+                    self.gradients,
+                    self.recorder,
+                    forward,
+                    constants,
+                    mode.snapshot,
+                    parameters,
+                    mode.trains,
+                    outside,
                 )
                 run.capture(batch, state, timed)
             self.gradients.count_holders()

@@ -36,6 +36,8 @@ class GraphCapture:
         snapshot (`Snapshot`): The state of the modules that hold the parameters.
         parameters (`list[nn.Parameter]`): Those that are trained.
         trains (`bool`): Whether there is a backward.
+        outside (`list[nn.Parameter]`): Trained ones of modules that run outside, such as the input embeddings. None of
+            them may get a gradient in the capture.
 
     Attributes:
         alias_of (`dict`): What stands in the place of each parameter while the backbone runs: the same memory, with a
@@ -53,13 +55,15 @@ class GraphCapture:
         snapshot: Snapshot,
         parameters: list[nn.Parameter],
         trains: bool,
+        outside: list[nn.Parameter],
     ):
         self.size = size
         self.gradients = gradients
         self.recorder = recorder
         self.trains = trains
         size.gradients, size.snapshot = gradients, snapshot
-        self.alias_of = {p: nn.Parameter(p.detach(), requires_grad=True) for p in parameters}
+        self.alias_of = {p: nn.Parameter(p.detach(), requires_grad=True) for p in (*parameters, *outside)}
+        self._outside = outside
         self._places = []
         for module in snapshot.modules:
             for name, p in module._parameters.items():
@@ -239,6 +243,11 @@ class GraphCapture:
         finally:
             for hook in hooks:
                 hook.remove()
+        got_gradients = set(map(id, learned))
+        if any(id(p) in got_gradients for p in self._outside):
+            raise NotCapturable(
+                "a weight of modules around its layers, such as the input embeddings, learns in them too"
+            )
         for p in learned:
             gradient = self.alias_of[p].grad
             assert gradient is not None, "it has just been added to"

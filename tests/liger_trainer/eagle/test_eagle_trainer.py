@@ -164,6 +164,16 @@ def test_resumes_exactly_and_saves_what_loads(tmp_path):
     assert (tmp_path / "saved" / "tokenizer_config.json").exists()
 
 
+def test_a_checkpoint_of_other_layers_is_refused(tmp_path):
+    """Its weights would fit, but they were trained on other hidden states."""
+    built(tmp_path / "first", save_strategy="steps", save_steps=2, max_steps=2).train()
+    other = built(tmp_path / "other", eagle_layers=[0, 1, 2])
+    before = state(other.model)
+    with pytest.raises(ValueError, match=r"has layers: .*, and the one of this training \(0, 1, 2\)"):
+        other.train(resume_from_checkpoint=str(tmp_path / "first/eagle/checkpoint-2"))
+    assert all(torch.equal(p, before[name]) for name, p in other.model.named_parameters())
+
+
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
     trainer = built(
         tmp_path,

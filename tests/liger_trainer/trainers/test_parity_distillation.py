@@ -2,12 +2,14 @@
 
 import copy
 
+import gemma4_models
 import pytest
 import torch
 import trl.trainer.distillation_trainer as trl_distillation
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_models import VOCAB, LogitRows, assert_same_gradients, tiny_model, words
 from trainer_parity import LLAMA_AND_SLOWLY_QWEN3, WRITING, assert_same_training, build, lora, moved, own_fields
+from transformers import CONFIG_MAPPING
 from trl import DistillationConfig, DistillationTrainer
 
 from liger_trainer import LigerDistillationConfig, LigerDistillationTrainer
@@ -91,6 +93,15 @@ def test_options(options, tmp_path):
 @pytest.mark.parametrize("model_type", ["gemma2", "granite", "cohere2"])
 def test_families_that_scale_or_cap_their_logits(model_type, tmp_path):
     assert_same_training(*pair(model_type, tmp_path, beta=0.3, teacher=tiny_model("llama", seed=7)), METRICS)
+
+
+@pytest.mark.skipif("gemma4" not in CONFIG_MAPPING, reason="this transformers has no Gemma 4")
+@pytest.mark.parametrize("split", [(4, 1), (1, 4)])
+def test_models_that_compute_only_completions_in_their_last_layers(split, tmp_path):
+    """TRL asks student and teacher for the states of completions, and Gemma 4's layers cut their masks for it."""
+    teacher = gemma4_models.text_model("e2b")
+    ours, stock = pair(gemma4_models.text_model("e4b"), tmp_path, teacher=teacher, beta=0.4, split=split)
+    assert_same_training(ours, stock, METRICS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -72,6 +72,25 @@ def test_rows_of_large_heads_take_no_groups(monkeypatch):
     assert seen == {(256, False, True), (512, True, False)}
 
 
+@pytest.mark.parametrize("kept", [1, 5])
+@pytest.mark.parametrize("name", ["e2b", "e4b"])
+def test_layers_that_compute_only_the_last_tokens(name, kept):
+    """With `logits_to_keep`, layers that reuse keys and values cut their masks: the model's own code runs."""
+    model = text_model(name).eval()
+    whole = {"input_ids": batch((20, 20))["input_ids"]}
+    padded = {name: x for name, x in batch(side="left").items() if name != "labels"}
+    in_one_row = {name: x for name, x in packed(batch()).items() if name != "labels"}
+    calls = [call | {"logits_to_keep": kept, "use_cache": False} for call in (whole, padded, in_one_row)]
+    with torch.no_grad():
+        want = [model(**call).logits for call in calls]
+        report = apply_liger(model, ON)["varlen_attention"]
+        for call, wanted in zip(calls, want, strict=True):
+            got = model(**call).logits
+            assert got.shape[1] == kept
+            torch.testing.assert_close(got + 0, wanted, rtol=1e-4, atol=1e-5)
+    assert "logits_to_keep lets some of its layers compute only the last tokens" in str(report.skipped)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_of_layers_that_reuse_keys_and_values(reentrant, tokens):
     model, call = text_model("e2b"), batch()

@@ -15,6 +15,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from image_models import image_batch, image_model
 from peft import LoraConfig, get_peft_model
+from tiny_models import VOCAB
 from transformers.models.llama import modeling_llama
 from varlen_batches import RerunRecorder, batch, model_of
 
@@ -970,6 +971,20 @@ def test_a_norm_that_makes_nan_of_zeros_is_not_captured(epsilon, device, monkeyp
     assert pair.replayed == 0
     assert all(p.isfinite().all() for p in pair.captured.parameters())
     assert "become NaN" in " ".join(pair.summary["calls_not_captured"])
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_embeddings_that_share_their_weight_with_a_layer(learns, device):
+    """The embeddings run outside: in a replay, nobody would hand out the layer's part of the gradient."""
+    model = model_of(intermediate_size=VOCAB)
+    weight = model.model.embed_tokens.weight.requires_grad_(learns)
+    model.model.layers[0].mlp.gate_proj.weight = weight
+    pair = Pair(model, device)
+    for lengths in (SIZES[0], *SIZES):
+        pair.step(lengths)
+    assert pair.replayed == (0 if learns else len(SIZES)), pair.summary
+    reason = "the input embeddings, learns in them too"
+    assert (reason in " ".join(pair.summary["calls_not_captured"])) == learns
 
 
 def test_a_smaller_size_is_captured_after_one_that_does_not_pay(device):

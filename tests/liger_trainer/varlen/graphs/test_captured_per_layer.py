@@ -127,6 +127,18 @@ def test_images_in_the_rows():
     assert graphs.summary.replayed == 2, graphs.summary.to_dict()
 
 
+def test_images_that_see_themselves_are_counted():
+    """The model around the decoder makes their masks, so that these calls are not replayed."""
+    model, graphs = patched(whole_model("12b")), graphs_of()
+    call = images_of(model)
+    call["pixel_values"] = call["pixel_values"].double()
+    assert_same_steps(model, [call, batch(SIZES[0]), batch(SIZES[0]), call], graphs)
+    summary = graphs.summary.to_dict()
+    made_around = "its mask or other inputs are made by the model around it"
+    assert summary["calls_not_captured"] == {made_around: 2, "the first call of its kind": 1}
+    assert graphs.summary.replayed == 1
+
+
 def keep_the_embeddings_of_the_capture(monkeypatch):
     own = CapturedSize.fill
 
