@@ -7,7 +7,6 @@ Then the batch goes through as it is, and the report names the reason.
 """
 
 import functools
-import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -178,8 +177,6 @@ def _why_as_it_is(asked: BackboneCall) -> Reason | None:
     # The code that runs. If nothing has changed since a capture, that code was checked before the capture.
     # A call has a plan only while its config asks for the attention that was proven.
     why = registry.why_attention_is_not_ours(model, proven.attention)
-    if why is None:
-        why = _why_its_layers_cut_tokens(asked.backbone, call)
     if why is None and plan.leaves_out:
         why = asked.missed_padding_reason
     unchanged = asked.graphs is not None and asked.graphs.find_snapshot()
@@ -251,19 +248,6 @@ def _why_never_captured(asked: BackboneCall, shares: bool) -> str | None:
     if shares and not proven.attention_kinds <= _CAPTURED_SHARED:
         return "its rows share their prompts, and the keys that its windows see of them change with each batch"
     return None
-
-
-def _why_its_layers_cut_tokens(backbone: nn.Module, call: dict[str, Any]) -> str | None:
-    """Return why the backbone may compute only the last tokens of each row in some of its layers, or None.
-
-    Gemma 4's layers that reuse keys and values do, without `use_cache` too. They cut the mask and the states by columns
-    of the batch.
-    """
-    kept = call.get("logits_to_keep")
-    asks_for_all = kept is None or (isinstance(kept, int) and kept == 0)
-    if asks_for_all or "logits_to_keep" not in inspect.signature(type(backbone).forward).parameters:
-        return None
-    return "logits_to_keep lets some of its layers compute only the last tokens of each row"
 
 
 # Readers of a model's outputs

@@ -104,6 +104,9 @@ class UnpadPlan:
         call = dict(call)
         for name in _OF_THE_HEAD:
             call.pop(name, None)
+        # Some layers of Gemma 4 compute only the last columns of a batch with it. The head cuts the states too.
+        if "logits_to_keep" in call:
+            call["logits_to_keep"] = 0
         # Without a mask, transformers would look for rows in the values of position_ids, and wait for the GPU.
         shape = (self.rows.batch, self.rows.tokens // self.rows.batch)
         mask = torch.ones(shape, dtype=torch.long, device=tokens.device)

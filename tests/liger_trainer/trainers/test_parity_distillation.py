@@ -102,6 +102,7 @@ def test_models_that_compute_only_completions_in_their_last_layers(split, tmp_pa
     teacher = gemma4_models.text_model("e2b")
     ours, stock = pair(gemma4_models.text_model("e4b"), tmp_path, teacher=teacher, beta=0.4, split=split)
     assert_same_training(ours, stock, METRICS)
+    assert "logits_to_keep" not in str(ours.liger_report["varlen_attention"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -74,8 +74,8 @@ def test_rows_of_large_heads_take_no_groups(monkeypatch):
 
 @pytest.mark.parametrize("kept", [1, 5])
 @pytest.mark.parametrize("name", ["e2b", "e4b"])
-def test_layers_that_compute_only_the_last_tokens(name, kept):
-    """With `logits_to_keep`, layers that reuse keys and values cut their masks: the model's own code runs."""
+def test_layers_that_would_compute_only_the_last_tokens(name, kept, tokens):
+    """With `logits_to_keep`, layers that reuse keys and values cut states and masks by columns of the batch."""
     model = text_model(name).eval()
     whole = {"input_ids": batch((20, 20))["input_ids"]}
     padded = {name: x for name, x in batch(side="left").items() if name != "labels"}
@@ -88,7 +88,7 @@ def test_layers_that_compute_only_the_last_tokens(name, kept):
             got = model(**call).logits
             assert got.shape[1] == kept
             torch.testing.assert_close(got + 0, wanted, rtol=1e-4, atol=1e-5)
-    assert "logits_to_keep lets some of its layers compute only the last tokens" in str(report.skipped)
+    assert len(tokens) >= 2, report
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
