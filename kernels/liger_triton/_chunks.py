@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ._dispatch import use_triton
+from ._dispatch import on_cuda, use_triton
 from ._head_inputs import DB, DBIAS, DU, DW, DX, Head
 from ._products import add_outer, back
 from .sizes import now
@@ -95,7 +95,10 @@ def logits_buffer(rows: int, vocab: int, dtype: torch.dtype, like: torch.Tensor,
     row starts at a cache line for any vocabulary.
     """
     width = -(-vocab // align) * align if use_triton(like) else vocab
-    return torch.empty((rows, width), dtype=dtype, device=like.device)
+    # Under Triton's interpreter, the product of 16-bit matrices on some processors reads one column past an odd
+    # vocabulary and multiplies it by zero. What lies there must not be NaN.
+    new = torch.empty if on_cuda(like) else torch.zeros
+    return new((rows, width), dtype=dtype, device=like.device)
 
 
 def sum_dtype(like: torch.Tensor, lean: bool) -> torch.dtype:
