@@ -108,9 +108,9 @@ def test_the_table_of_the_docs_equals_transformers(rule):
     """Types of another version are left out. A new type has to be added to its row."""
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {rule} |")]
     listed = set(re.findall(r"`(\w+)`", row.split("|")[2]))
-    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    files = [*Path(transformers.__file__).parent.glob("models/*/modeling_*.py")]
     chosen = re.compile(rf'with_fallback\(\s*"{TABLE[rule]}"')
     calls = {path.parent.name for path in files if chosen.search(path.read_text())}
     alone = {"mamba", "mamba2", "falcon_mamba"}  # pure state space models, which keep their own code
     experimental = {"glm5_next", "qwen4_exp"}  # they compute padding everywhere
-    assert calls - alone - experimental == listed
+    assert calls - alone - experimental == listed & {path.parent.name for path in files}

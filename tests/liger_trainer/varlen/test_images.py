@@ -314,5 +314,5 @@ def test_trainers(model_type, kind, tokens, tmp_path, monkeypatch):
     (want, want_steps), (got, got_steps) = found
     assert got == pytest.approx(want, rel=1e-5)
     for mine, theirs in zip(got_steps, want_steps, strict=True):
-        assert_same_gradients(mine, theirs, 2e-5)
+        assert_same_gradients(mine, theirs, 3e-5)  # 2.1e-5 with torch 2.11 on some processors
     assert bool(tokens) == (model_type not in (*WITH_PREFIXES, "llama4"))
