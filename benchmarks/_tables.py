@@ -51,8 +51,8 @@ def speed(row):
 
 
 def memory(row):
-    """GiB: the peak of tensors, or what the driver counts if the benchmark has that."""
-    return row.get("gib") or row.get("gib_used") or row.get("gib_allocated")
+    """GiB: the peak of tensors, or what the driver counts if the benchmark has only that."""
+    return row.get("gib") or row.get("gib_used")
 
 
 def read(path):

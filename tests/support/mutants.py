@@ -259,8 +259,8 @@ MUTANTS = (
     ),
     (
         "liger_trainer/mtp/rollout.py",
-        "position_ids=(token + guess - 1)[None]",
-        "position_ids=token[None]",
+        "run_layer(predictor, x, token + guess - 1,",
+        "run_layer(predictor, x, token,",
         T + "mtp/test_mtp_evaluate.py",
     ),
 )
