@@ -21,6 +21,7 @@ from liger_triton import _dispatch
 
 PLENTY = 1 << 40
 ROWS, LENGTH = 2, 2048
+HYBRIDS = ["granitemoehybrid", pytest.param("bamba", marks=pytest.mark.slow)]
 ON_GRANITE = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear"]
 ON_QWEN = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"]
 ON_QWEN += ["gate_proj", "up_proj", "down_proj"]
@@ -78,7 +79,7 @@ def in_one_group(monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("name", ["granitemoehybrid", "bamba"])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_documents_side_by_side_take_the_memory_of_a_padded_batch(name, checkpointing, in_one_group):
     """57 documents of up to 512 tokens have 7 times as many tokens in a scan as the micro-batch has."""
     number = len(one_long(ROWS, LENGTH))
@@ -88,8 +89,10 @@ def test_documents_side_by_side_take_the_memory_of_a_padded_batch(name, checkpoi
     assert full * 1.5 < found < padded
 
 
-@pytest.mark.parametrize(("documents", "most"), [(one_long, 0.6), (usual_documents, 0.95)])
-@pytest.mark.parametrize("name", ["granitemoehybrid", "bamba"])
+@pytest.mark.parametrize(
+    ("documents", "most"), [(one_long, 0.6), pytest.param(usual_documents, 0.95, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_groups_of_like_length_take_less_than_one(name, documents, most, request):
     """Still more than full rows: this scan pads each document to a chunk of 256 tokens."""
     full, in_groups = (micro_batch(name, documents=given) for given in (None, documents))

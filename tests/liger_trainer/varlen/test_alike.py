@@ -13,6 +13,7 @@ from liger_trainer.varlen.state_layers import run_side_by_side
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 20, 13, 19, 2)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "nemotron_h")]
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_a_tensor_that_is_not_of_tokens_cannot_be_joined(worthwhile):
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False])
-@pytest.mark.parametrize("name", ["bamba", "granitemoehybrid", "nemotron_h", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", *SLOW])
 def test_a_model_in_groups_is_the_model_on_rows_alone(name, checkpointing, worthwhile, monkeypatch):
     model = drawn_model(name)
     call = batch(LENGTHS)
