@@ -97,7 +97,7 @@ def logits_buffer(rows: int, vocab: int, dtype: torch.dtype, like: torch.Tensor,
     width = -(-vocab // align) * align if use_triton(like) else vocab
     # Under Triton's interpreter, the product of 16-bit matrices on some processors reads one column past an odd
     # vocabulary and multiplies it by zero. What lies there must not be NaN.
-    new = torch.empty if on_cuda(like) else torch.zeros
+    new = torch.zeros if width > vocab and not on_cuda(like) else torch.empty
     return new((rows, width), dtype=dtype, device=like.device)
 
 

@@ -86,7 +86,9 @@ def run_as_on_gpu(model: nn.Module, package: bool, lengths: list[int] | None, ro
 
 def _compute_places(documents: Rows) -> None:
     """Compute the places of tokens outside of the step, where their numbers would be unknown."""
-    _ = documents.side_by_side, documents.order_of_alike
+    _ = documents.side_by_side
+    if documents.alike:
+        _ = documents.order_of_alike
     for group in documents.alike:
         _ = group.rows.side_by_side
 

@@ -7,6 +7,7 @@ Then the batch goes through as it is, and the report names the reason.
 """
 
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -177,6 +178,8 @@ def _why_as_it_is(asked: BackboneCall) -> Reason | None:
     # The code that runs. If nothing has changed since a capture, that code was checked before the capture.
     # A call has a plan only while its config asks for the attention that was proven.
     why = registry.why_attention_is_not_ours(model, proven.attention)
+    if why is None:
+        why = _why_states_may_be_cut(asked.backbone, call)
     if why is None and plan.leaves_out:
         why = asked.missed_padding_reason
     unchanged = asked.graphs is not None and asked.graphs.find_snapshot()
@@ -248,6 +251,21 @@ def _why_never_captured(asked: BackboneCall, shares: bool) -> str | None:
     if shares and not proven.attention_kinds <= _CAPTURED_SHARED:
         return "its rows share their prompts, and the keys that its windows see of them change with each batch"
     return None
+
+
+def _why_states_may_be_cut(backbone: nn.Module, call: dict[str, Any]) -> str | None:
+    """Return why the backbone may return the last states of each row alone, or None.
+
+    transformers' Gemma 4 can, and its head cuts the states if the backbone has not. So `UnpadPlan` asks that backbone
+    for all of them. The head of another model may rely on it.
+    """
+    kept = call.get("logits_to_keep")
+    asks_for_all = kept is None or (isinstance(kept, int) and kept == 0)
+    if asks_for_all or type(backbone).__module__.startswith("transformers.models.gemma4"):
+        return None
+    if "logits_to_keep" not in inspect.signature(type(backbone).forward).parameters:
+        return None
+    return "logits_to_keep is an argument of its decoder, which may return the last states alone"
 
 
 # Readers of a model's outputs

@@ -89,10 +89,13 @@ class Rows:
 
     @functools.cached_property
     def alike(self) -> list["LikeRows"]:
-        """The rows in groups of like length."""
+        """The rows in groups of like length. Empty if one group is enough, and nothing is computed for it."""
+        groups = groups_by_length(self.lengths)
+        if len(groups) == 1:
+            return []
         ends = [*accumulate(self.lengths)]
         found = []
-        for group in groups_by_length(self.lengths):
+        for group in groups:
             places = [torch.arange(ends[row] - self.lengths[row], ends[row], device="cpu") for row in group]
             rows = Rows([self.lengths[row] for row in group], self.offsets.device)
             found.append(LikeRows(rows, sent(torch.cat(places), self.offsets.device)))

@@ -166,7 +166,7 @@ def run_side_by_side(run: Callable, call: dict[str, Any], masks: list[str], rows
         NotForRows: In groups, and an output other than those of tokens is a tensor.
     """
     groups = rows.alike
-    if len(groups) == 1:
+    if not groups:
         return _run_padded(run, call, masks, rows)
     found = []
     for group in groups:

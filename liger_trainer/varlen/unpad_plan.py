@@ -104,7 +104,7 @@ class UnpadPlan:
         call = dict(call)
         for name in _OF_THE_HEAD:
             call.pop(name, None)
-        # Some layers of Gemma 4 compute only the last columns of a batch with it. The head cuts the states too.
+        # Some layers of Gemma 4 compute only the last columns of a batch with it. Its head can cut the states instead.
         if "logits_to_keep" in call:
             call["logits_to_keep"] = 0
         # Without a mask, transformers would look for rows in the values of position_ids, and wait for the GPU.

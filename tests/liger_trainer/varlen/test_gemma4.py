@@ -84,11 +84,29 @@ def test_layers_that_would_compute_only_the_last_tokens(name, kept, tokens):
     with torch.no_grad():
         want = [model(**call).logits for call in calls]
         report = apply_liger(model, ON)["varlen_attention"]
+        tokens.clear()  # what the proof has run
         for call, wanted in zip(calls, want, strict=True):
             got = model(**call).logits
             assert got.shape[1] == kept
             torch.testing.assert_close(got + 0, wanted, rtol=1e-4, atol=1e-5)
     assert len(tokens) >= 2, report
+
+
+def test_a_decoder_that_is_not_known_may_cut_the_states(tokens):
+    """The head of such a model may rely on it, so the model's own code runs."""
+    model = text_model("e4b").eval()
+    model.model.__class__ = type("OwnModel", (type(model.model),), {"__module__": __name__})
+    call = {"input_ids": batch((20, 20))["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        wanted = model(**call, logits_to_keep=3).logits
+        report = apply_liger(model, ON)["varlen_attention"]
+        tokens.clear()  # what the proof has run
+        model(**call)
+        assert len(tokens) == 1, report
+        got = model(**call, logits_to_keep=3).logits
+    assert len(tokens) == 1
+    torch.testing.assert_close(got + 0, wanted, rtol=1e-4, atol=1e-5)
+    assert "logits_to_keep is an argument of its decoder" in str(report.skipped)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
