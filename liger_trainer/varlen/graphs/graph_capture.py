@@ -1,6 +1,7 @@
 """One capture: what is recorded, and the comparison of its replay with the code that was recorded."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch, with_other_rows
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.rows import Rows, use_rows
+
+logger = logging.getLogger(__name__)
 
 WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
 CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm
@@ -156,7 +159,7 @@ class GraphCapture:
         size.fill(batch)
         with recorder.warm_up():
             wanted = self._results_of(self._run_python, random_state)
-            python_seconds = self.recorder.seconds_of(self._run_python) if timed else 0.0
+            python_seconds = recorder.seconds_of(self._run_step) if timed else 0.0
             other = with_other_rows(batch) if size.chunks is not None else None
             wanted_of_other = [] if other is None else self._uncaptured_results(other, random_state)
         # As much again for what a layer needs on its way, and for what lies between the blocks of the pool.
@@ -171,8 +174,11 @@ class GraphCapture:
         size.fill(batch)
         got = self._results_of(self._replay, random_state)
         self._compare(got, wanted)
-        if timed and self.recorder.seconds_of(self._replay) > WORTHWHILE * python_seconds:
-            raise DoesNotPay(f"{size.tokens} tokens and more: replaying is not faster")
+        if timed:
+            replay_seconds = recorder.seconds_of(self._replay)
+            logger.debug("%d tokens: Python %.4f s, replay %.4f s", size.tokens, python_seconds, replay_seconds)
+            if replay_seconds > WORTHWHILE * python_seconds:
+                raise DoesNotPay(f"{size.tokens} tokens and more: replaying is not faster")
         if recorder.bytes_free() < 0:
             raise DoesNotPay(f"{size.tokens} tokens and more: their graphs leave too little memory")
 
@@ -226,6 +232,11 @@ class GraphCapture:
         if not self.trains:
             return
         self._backward_noting_gradients()  # of the output as upstream gradient, since any will do
+
+    def _run_step(self) -> None:
+        self.forward()
+        if self.trains:
+            self.backward()
 
     def _backward_noting_gradients(self) -> None:
         """Run the backward, and note the parameters that get a gradient.
