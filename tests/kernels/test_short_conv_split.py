@@ -87,7 +87,7 @@ def test_bits_are_those_of_one_tensor(widths, device):
     upstream = torch.randn_like(whole)
     want = torch.autograd.grad(whole, given, upstream)
     got = torch.autograd.grad(parts, given, upstream.split(widths, 1))
-    assert all(map(torch.equal, got, want))
+    assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True, True, True]
 
 
 def test_gradients_are_read_where_they_are(device, triton_only, monkeypatch):
@@ -103,7 +103,7 @@ def test_gradients_are_read_where_they_are(device, triton_only, monkeypatch):
     got = torch.autograd.grad(parts, leaves, upstream)
     assert [t.data_ptr() for t in given[0][2:5]] == [t.data_ptr() for t in upstream]
     want = torch.autograd.grad(short_conv(*leaves, **options), leaves, torch.cat(upstream, 1))
-    assert all(map(torch.equal, got, want))
+    assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True, True, True]
 
 
 def test_a_part_that_is_not_used_has_no_gradient(device):
