@@ -77,6 +77,8 @@ def test_replayed_steps_equal_uncaptured_ones(build, name, change, rows, monkeyp
     model.enable_input_require_grads()
     report = apply_liger(model.train())["varlen_attention"]
     assert not report.skipped, report
+    # The first step compares the kernel for heads of 512 with rows one by one.
+    captured_step(copy.deepcopy(model), batch(ROWS[0], seed=len(ROWS) * 2))
     monkeypatch.setattr(attention, "_row_by_row", None)
     graphs = StepGraphs(TimelessRecorder)
     graphs.may_capture = True
@@ -135,6 +137,8 @@ def test_the_rule_for_heads_of_512():
         rows = Rows([30, 10], torch.device("cuda"))
         return attention._by_rows(*x, RowMask(rows, window), dropout=dropout, scaling=0.044)
 
+    for dtype in (torch.bfloat16, torch.float16):
+        attend(dtype)  # the first call for a dtype tries the kernel
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "by_large_kernel", noted)
         attend(torch.bfloat16)
