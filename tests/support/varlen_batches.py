@@ -114,10 +114,11 @@ class Rerun:
 
 
 class RerunRecorder:
-    """Replaces `CudaGraphRecorder`. `free` is the number of bytes it reports as left."""
+    """Replaces `CudaGraphRecorder`. `free` is the number of bytes it reports as left, `aside` the most to set aside."""
 
     def __init__(self, device=None):
         self.free = 1 << 40
+        self.aside = 1 << 40
         self.recorded = 0
         self.failures = 0
         self.fails = None
@@ -148,6 +149,9 @@ class RerunRecorder:
 
     def make_room(self, size):
         return size <= self.free
+
+    def may_set_aside(self, size):
+        return size <= self.aside
 
     def after_failure(self):
         self.failures += 1

@@ -267,13 +267,15 @@ class BackboneGraphs:
         if not self.may_capture:
             self._note_rows(mode, batch)
             raise NotCapturable("captures begin after the first step of the optimizer")
-        if mode.trains and self.gradients.in_use():
+        holds_gradients = mode.trains and self.gradients.in_use()
+        if holds_gradients and not self.recorder.may_set_aside(self.gradients.size):
             raise NotCapturable("captures wait until no gradient of the user's lies in a buffer")
         if self.keeps_state and batch.tokens == 1:
             raise NotCapturable("a batch of one token has no other rows to compare a replay with")
         if tokens > self.largest:
             self._begin_pool(tokens)
-        return self._captured_size(mode, batch, tokens, forward, constants)
+        with self.gradients.set_aside() if holds_gradients else contextlib.nullcontext():
+            return self._captured_size(mode, batch, tokens, forward, constants)
 
     def _note_rows(self, mode: CapturedMode, batch: TokenBatch) -> None:
         """Remember what an uncaptured batch needs, so that no size is captured again when such a batch comes back."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 RESERVE = 0.06  # of the GPU's memory that a capture leaves free
+ASIDE = 0.02  # of the GPU's memory that the gradients of other micro-batches may take a second time during a capture
 TIMED_RUNS = 3  # in a row, since the host's head start in one step hides its work in the next
 
 
@@ -39,6 +40,9 @@ class GraphRecorder(Protocol):
 
     def make_room(self, size: int) -> bool:
         """Return whether a recording may allocate `size` bytes, after releasing what is cached."""
+
+    def may_set_aside(self, size: int) -> bool:
+        """Return whether `size` bytes are so little of the memory that a recording may do with so much less."""
 
     def after_failure(self) -> None:
         """Make the device usable again after a recording that has failed."""
@@ -115,6 +119,10 @@ class CudaGraphRecorder:
         # The allocator cannot release its cache while it records. What Python's code had used is not used again.
         torch.cuda.empty_cache()
         return True
+
+    def may_set_aside(self, size: int) -> bool:
+        _, total = torch.cuda.mem_get_info(self.device)
+        return size <= ASIDE * total
 
     def after_failure(self) -> None:
         """End what a failed capture leaves behind: a generator that still counts numbers for a graph."""

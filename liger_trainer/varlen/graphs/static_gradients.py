@@ -1,7 +1,8 @@
 """The gradients that captured backward passes add to."""
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,25 @@ class GradientBuffers:
     def _is_alias(self, p: nn.Parameter) -> bool:
         buffer = self.buffers[p]
         return p.grad is not None and p.grad.data_ptr() == buffer.data_ptr() and p.grad.stride() == buffer.stride()
+
+    @property
+    def size(self) -> int:
+        """Return how many bytes all buffers take."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Context manager: buffers of now have their values back at the end, also where the code inside fails.
+
+        A capture runs backward passes that add to them. Between two micro-batches they hold the user's gradients.
+        """
+        buffers = list(self.buffers.values())
+        values = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        finally:
+            if buffers:
+                torch._foreach_copy_(buffers, values)
 
     def begin(self, learned: list[nn.Parameter]) -> Handed:
         """Make the buffers ready for a backward that adds to them. `end` hands out what it has added.

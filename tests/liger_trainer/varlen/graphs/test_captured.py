@@ -174,13 +174,56 @@ def test_micro_batches_add_up(device):
     pair.warm()
     pair.step(SIZES[0], SIZES[1], SIZES[2])
     assert pair.replayed == 4, pair.summary
-    # The second micro-batch has an uncaptured size; the third adds to its gradients
-    pair.step(SIZES[0], (20, 20, 20, 20), SIZES[1])
-    assert pair.replayed == 6, pair.summary
-    # The first is uncaptured, so its gradients are autograd's tensors, and replays add to them
+    # The second micro-batch has a new size, which is captured between gradients; the third adds to its gradients
+    pair.step(SIZES[0], BIG, SIZES[1])
+    assert pair.replayed == 7, pair.summary
     pair.step((18, 20, 20, 20), SIZES[0])
     pair.step(SIZES[0], SIZES[1], set_to_none=False)
     pair.step(SIZES[0], SIZES[1])
+    assert pair.replayed == 13, pair.summary
+
+
+def test_large_gradients_are_not_set_aside(device, monkeypatch):
+    """A new size in a later micro-batch runs Python's code until it comes first in a step."""
+    pair = Pair(model_of(), device)
+    pair.warm()
+    asked = []
+    monkeypatch.setattr(pair.recorder, "may_set_aside", lambda size: asked.append(size))
+    pair.step(SIZES[0], BIG, SIZES[1])
+    assert pair.replayed == 3, pair.summary
+    assert pair.summary["calls_not_captured"]["captures wait until no gradient of the user's lies in a buffer"] == 1
+    inside = [p for name, p in pair.plain.named_parameters() if "embed_tokens" not in name and "lm_head" not in name]
+    assert asked == [sum(p.nbytes for p in inside)]
+    pair.step(BIG, SIZES[0])  # a new largest size drops the other captures
+    assert pair.replayed == 4, pair.summary
+    pair.step(SIZES[0], BIG)
+    assert pair.replayed == 6, pair.summary
+
+
+@pytest.mark.parametrize(
+    ("trouble", "replayed"), [("a failure", 2), ("a slow replay", 3), ("too little memory", 2), ("no trouble", 4)]
+)
+def test_gradients_survive_a_capture_between_micro_batches(trouble, replayed, device):
+    pair = Pair(model_of(), device)
+    pair.warm()
+    own = pair.recorder.record
+
+    def fail(function):
+        own(function)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    for number, lengths in enumerate((SIZES[0], BIG, SIZES[1])):
+        if number == 1 and trouble == "a failure":
+            pair.recorder.record = fail
+        elif number == 1 and trouble == "a slow replay":
+            pair.recorder.seconds = iter([1.0, 0.99])
+        elif number == 1 and trouble == "too little memory":
+            pair.recorder.make_room = lambda size: False
+        got, want = pair.losses(lengths)
+        got.backward()
+        want.backward()
+    pair.assert_same_gradients()
+    assert pair.replayed == replayed, pair.summary
 
 
 def test_rows_come_in_every_number_and_length(device):
