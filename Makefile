@@ -63,7 +63,7 @@ test-trainer: $(READY)
 	$(PYTEST) tests/liger_trainer tests/project tests/deploy
 
 # What `make test` runs and what is marked slow: every architecture of transformers, every option of TRL's trainers, the
-# machine code of other GPUs.
+# machine code of the kernels.
 test-all: $(READY)
 	TRITON_INTERPRET=$(if $(GPU),0,1) $(PYTEST) -m "" tests/kernels
 	$(PYTEST) -m "" tests/liger_trainer tests/project

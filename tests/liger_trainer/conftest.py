@@ -2,6 +2,7 @@
 
 import pytest
 from cpu_only import pytest_collection_finish  # noqa: F401
+from diagonal import pytest_collection_modifyitems  # noqa: F401
 
 from liger_trainer.lora import layers as lora
 

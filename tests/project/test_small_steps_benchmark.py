@@ -65,7 +65,10 @@ def pairs_of_words(path, count):
     path.write_text(json.dumps(rows))
 
 
-@pytest.mark.parametrize("trainer", ["kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("cpo", "rloo", "distillation")]
+
+
+@pytest.mark.parametrize("trainer", ["kto", "orpo", "reward", "grpo", *SLOW])
 def test_every_trainer_beside_ours_on_the_same_pairs(trainer, tmp_path):
     import small_steps
 

@@ -5,7 +5,8 @@ from base_checkpoints import assert_kept, names_of, write_base
 from launching import in_processes_fsdp2, torchrun_deepspeed
 
 
-@pytest.mark.parametrize("mode", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp2", "zero3"])
 def test_kept_once(mode, tmp_path):
     extra = write_base(tmp_path / "base", "qwen3_next")
     given = ("base_weights_ranks.py", mode, tmp_path / "base", tmp_path / "out")

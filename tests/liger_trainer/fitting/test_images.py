@@ -35,6 +35,7 @@ def needed(model_type, *sizes, checkpointing=False, loss=losses.of_labels):
     return estimate_memory(job, ROWS, LENGTH, checkpointing, PLENTY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -76,6 +77,7 @@ def test_auto_keeps_layers_of_towers():
     assert found.micro_batch == needed("qwen2_5_vl", (80, 60)).micro_batch
 
 
+@pytest.mark.slow
 def test_pairs_have_the_images_twice():
     labels, pairs = (
         needed("qwen3_vl", (80, 60), loss=loss).micro_batch - needed("qwen3_vl", loss=loss).micro_batch

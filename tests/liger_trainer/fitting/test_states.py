@@ -89,6 +89,7 @@ def test_documents_side_by_side_take_the_memory_of_a_padded_batch(name, checkpoi
     assert full * 1.5 < found < padded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("documents", "most"), [(one_long, 0.6), pytest.param(usual_documents, 0.95, marks=pytest.mark.slow)]
 )
@@ -105,6 +106,7 @@ def test_documents_change_nothing_where_layers_are_told_where_they_begin():
         assert micro_batch(name, documents=usual_documents) == pytest.approx(micro_batch(name), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_without_the_package_documents_are_side_by_side():
     full, packed = (micro_batch("qwen3_5_text", documents=given, fla=False) for given in (None, usual_documents))
     assert micro_batch("qwen3_5_text") < full < packed
@@ -122,6 +124,7 @@ def test_which_layers(name, by_package, side_by_side):
     assert len(layers_side_by_side(model, package=False)) == side_by_side + by_package
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.24"),
     reason="older scans take seven times as much, and auto keeps one layer too many of two",

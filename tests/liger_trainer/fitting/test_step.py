@@ -172,6 +172,7 @@ def test_temporaries_of_an_optimizer_in_backward_are_of_one_weight():
     assert freed.peak < ordinary.peak - 1.5 * ordinary.gradients
 
 
+@pytest.mark.slow
 def test_auto_within_a_budget_that_all_gradients_would_exceed():
     fused = lambda weights: torch.optim.AdamW(weights, fused=True)  # noqa: E731
     options = {"optimizer": fused, "changes": {"num_hidden_layers": 4}}
@@ -212,6 +213,7 @@ def test_a_frozen_fp8_base(checkpointing, autocast):
     assert plain.peak - (of_base - scales) <= fp8.peak < plain.peak + 8 * 512 * 512 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_frozen_fp8_base_is_sharded(autocast):
     """A GPU holds half of it, and gathers half as much."""

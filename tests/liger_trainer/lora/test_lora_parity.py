@@ -58,6 +58,7 @@ def test_in_fp32(name, widths, rank):
         assert (got[key] - w).norm() <= 1e-5 * w.norm(), key
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("name, widths, rank", MODELS)
 def test_in_bf16_the_error_is_near_stock_s(name, widths, rank, autocast):

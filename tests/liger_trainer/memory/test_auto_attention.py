@@ -75,6 +75,7 @@ def test_long_rows_after_short_ones_are_measured_again(runs, tmp_path, monkeypat
     assert trainer.checkpointing.most_attention > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

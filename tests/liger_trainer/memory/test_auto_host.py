@@ -25,7 +25,9 @@ def between(runs, share):
     return (runs[True][2] + share * (runs[False][2] - runs[True][2])) / GIB
 
 
-@pytest.mark.parametrize("share, patched", [(0.3, False), (0.6, False), (0.3, True)])
+@pytest.mark.parametrize(
+    "share, patched", [pytest.param(0.3, False, marks=pytest.mark.slow), (0.6, False), (0.3, True)]
+)
 def test_the_same_bits_within_the_budget(share, patched, runs, tmp_path, caplog):
     """Rows of uneven lengths, dropout, two micro-batches in a step."""
     options = {"use_liger": patched, "liger_config": {"rebuild_above_mib": 0} if patched else None}
@@ -70,6 +72,7 @@ class PinsLess(Carries):
         return super()._pin(size)
 
 
+@pytest.mark.slow
 def test_a_host_that_takes_less_than_promised(tmp_path, monkeypatch, caplog):
     """Once activations have to stay on the GPU, the other layers are checkpointed, and no more go to the host."""
     monkeypatch.setattr(memory_runs, "uneven_rows", rows_of_one_length)
@@ -89,6 +92,7 @@ def test_a_host_that_takes_less_than_promised(tmp_path, monkeypatch, caplog):
     assert caplog.text.count("and no more") == 1
 
 
+@pytest.mark.slow
 def test_a_second_training_in_the_same_process(runs, tmp_path):
     for _ in range(2):
         carries = Carries()

@@ -58,6 +58,7 @@ def hooked(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_hooks", [False, True], ids=["alone", "hooks"])
 @pytest.mark.parametrize("budget, rate", [(2.6e6, 1e15), (2.6e6, 1e6), (3.2e6, 1e15)])
 def test_hidden_states_that_are_held_elsewhere(budget, rate, with_hooks, peaks, tmp_path):

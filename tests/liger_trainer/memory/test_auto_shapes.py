@@ -118,6 +118,7 @@ def bounds(tmp_path_factory):
     return of
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("case", CASES)
 def test_no_batch_exceeds_the_budget(case, share, bounds, tmp_path):
@@ -131,6 +132,7 @@ def test_no_batch_exceeds_the_budget(case, share, bounds, tmp_path):
     assert chosen.most > 0 or share < 0.3
 
 
+@pytest.mark.slow
 def test_a_tower_before_a_decoder_that_leaves_padding_out(tmp_path):
     """The number of real tokens is known, so the tower may keep what it needs too."""
     model, found = image_model("qwen2_5_vl"), {}

@@ -81,6 +81,7 @@ def layers():
     return [on_device(Layer()) for _ in range(6)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("backward", [1, 2])
 @pytest.mark.parametrize("lag, ahead", [(0, 1), (1, 1), (2, 2), (9, 9)])
 @pytest.mark.parametrize("numbers", [(0,), (0, 2, 4), (0, 1, 2, 3, 4, 5)])

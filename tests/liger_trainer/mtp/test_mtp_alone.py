@@ -172,6 +172,7 @@ def test_a_head_of_16_bits_learns_in_small_steps(tmp_path):
     assert in_16_bits.model.mtp.fc.weight.dtype == torch.bfloat16, "without autocast it computes in its own dtype"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "joint"])
 def test_a_second_trainer_goes_on_with_the_head(alone, tmp_path):
     write_base(tmp_path / "base")
@@ -285,6 +286,7 @@ def test_other_arguments_and_models(tmp_path):
     assert any(p.requires_grad for p in model.parameters()), "the adapter of the user is not frozen"
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "joint"])
 def test_the_model_is_captured(alone, packing, monkeypatch, tmp_path):

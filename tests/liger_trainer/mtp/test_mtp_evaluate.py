@@ -42,6 +42,7 @@ def trained(tmp_path_factory):
     return trained_on(tmp_path_factory.mktemp("mtp"), "mtp")
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_decoder_accepts_what_the_walk_says(steps, kind, tmp_path):

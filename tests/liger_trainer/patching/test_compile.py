@@ -21,7 +21,7 @@ from liger_trainer import (
 from liger_trainer.varlen import registry
 
 CALLS = {"labels": {}, "smoothing": {"label_smoothing": 0.1}, "trl": {"fused_lm_head": True, "uniform_grad": True}}
-QUICK = (("llama", "labels"), ("gemma2", "trl"))  # the others are slow
+QUICK = (("llama", "labels"),)  # the others are slow
 ONE_LAYER = {"num_hidden_layers": 1}  # two layers take twice as long to trace, and show no more
 
 
@@ -150,7 +150,13 @@ SEEN = torch.ones(2, 16).index_fill(1, torch.tensor([14, 15]), 0).long()
             marks=pytest.mark.slow,
         ),
         ("gemma3_text", {"sliding_window": 16, "layer_types": ["sliding_attention"]}, {}, True),
-        ("gemma3_text", {"use_bidirectional_attention": True, "layer_types": ["full_attention"]}, {}, True),
+        pytest.param(
+            "gemma3_text",
+            {"use_bidirectional_attention": True, "layer_types": ["full_attention"]},
+            {},
+            True,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["llama", "qwen3", "packed", "padded", "wide-window", "no-window", "window", "bidirectional"],
 )
@@ -320,6 +326,7 @@ def test_checkpointed_layers_below_an_adapter(reentrant, tmp_path):
     assert moved and all(moved), "adapters of all layers learn"
 
 
+@pytest.mark.slow
 def test_a_call_that_is_not_compiled_as_a_whole():
     """PEFT and transformers break the graph where layers are checkpointed below an adapter."""
     model, batch = sdpa_model("llama"), {"input_ids": PLAIN, "labels": PLAIN}

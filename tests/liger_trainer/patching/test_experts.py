@@ -399,7 +399,8 @@ def test_the_report_follows_the_implementation(adapters, monkeypatch):
     assert len(seen) == 2, "one for each block"
 
 
-@pytest.mark.parametrize("wrap", [pytest.param(None, marks=pytest.mark.slow), adapted()], ids=["plain", "adapted"])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [None, adapted()], ids=["plain", "adapted"])
 def test_under_torch_compile(wrap):
     def of_one_layer(model):
         model.model.layers = model.model.layers[:1]  # two layers take half a minute to trace

@@ -27,9 +27,10 @@ from liger_trainer import LigerSFTTrainer, LigerTrainer, apply_liger, remove_lig
     "adapter, called",
     [
         pytest.param(False, False, id="full"),
-        pytest.param(True, True, id="lora-called-before", marks=pytest.mark.slow),
+        pytest.param(True, True, id="lora-called-before"),
     ],
 )
+@pytest.mark.slow  # test_compile.py has shorter ones
 def test_a_compiled_model(adapter, called, tmp_path):
     runs = []
     for trainer_class in (Trainer, LigerTrainer):

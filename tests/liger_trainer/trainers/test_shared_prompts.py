@@ -82,6 +82,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_completions_of_a_prompt_share_it(kind, options, tmp_path):

@@ -196,11 +196,14 @@ def compare(name, size, folder, monkeypatch, varlen=False):
     assert bool(packed) == (varlen and name not in LOGS_PADDING)
 
 
+QUICK = ("Trainer", "SFT", "DPO", "GRPO")
 VARLEN = pytest.mark.parametrize("varlen", [False, True], ids=["padded", "varlen"])
 
 
 @pytest.mark.parametrize("varlen", [pytest.param(False, marks=pytest.mark.slow), True], ids=["padded", "varlen"])
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in STOCK]
+)
 def test_on_the_cpu(name, varlen, tmp_path, monkeypatch):
     compare(name, "tiny", tmp_path, monkeypatch, varlen)
 

@@ -135,6 +135,7 @@ def test_the_model_of_images_on_text(name, tokens):
     assert tokens == [41] * len(calls) and not report.skipped, report
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_images(name, side, tokens):

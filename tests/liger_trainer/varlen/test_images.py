@@ -35,6 +35,7 @@ WITH_PREFIXES = ("gemma3", "paligemma")
 IMAGES = {"several, none, one": (2, 0, 1), "one each": (1, 1, 1), "none": (0, 0, 0)}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_step_equals_the_padded_batch(model_type, side, tokens):
@@ -263,6 +264,7 @@ class Collate:
         return dict(self.batches[self.at % len(self.batches)])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     "model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava_onevision", "smolvlm", "internvl", "llama4"]
 )

@@ -39,6 +39,7 @@ BATCHES = {  # lengths, side, and so on: of the padding
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_loss_and_gradients_equal_the_padded_batch(name, side, tokens):

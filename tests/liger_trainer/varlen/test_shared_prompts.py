@@ -63,6 +63,7 @@ def shared_by(model):
     return BackboneBinding.of(backbone_of(model)).sharing
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", [*FAMILIES, *BY_OWN_ATTENTION])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_loss_and_gradients_equal_the_padded_batch(name, side, tokens):

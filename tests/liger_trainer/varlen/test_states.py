@@ -121,6 +121,7 @@ def test_rows_of_one_length_and_full_rows(name, planned):
     assert len(planned) == 4
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", TYPES)
 def test_checkpointing(name, reentrant):
@@ -133,6 +134,7 @@ def test_checkpointing(name, reentrant):
         assert_same_with_states(step_of(model, given), wanted)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", TYPES)
 def test_lora_on_the_projections(name, checkpointing):
@@ -265,6 +267,7 @@ def assert_same_training(got, want):
         assert_same_with_states((torch.ones(()), one), (torch.ones(()), two))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", TYPES)
 def test_trainer_with_flattened_rows(name, checkpointing, tmp_path):

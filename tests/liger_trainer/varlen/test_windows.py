@@ -58,6 +58,7 @@ def masks(monkeypatch):
     return seen
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", [*list(KINDS)[:-1], GEMMA2])
 @pytest.mark.parametrize("rows", ["padded right", "padded left", "full", "full without a mask", "packed"])
 def test_a_step_equals_stock(name, rows, masks):

@@ -25,7 +25,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", ["SFT", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Medusa", "DPO, LoRA"))])
 def test_silent_where_nothing_is_wrong(name, tmp_path, monkeypatch):
     method, parts = SETUPS[name]
     capture_on_cpu(monkeypatch)

@@ -45,7 +45,7 @@ SETUPS = {
     "Medusa, stage 2, LoRA": ("Medusa", STAGE_2),
     "Medusa, soft": ("Medusa", {"options": {"medusa_stage": 2, "medusa_targets": "soft"}}),
 }
-QUICK = ("DPO, LoRA",)
+QUICK = ("ORPO",)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,7 @@ def recipe(tmp_path):
     return write_recipe(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_table_and_what_was_left_out(recipe, capsys):
     with open(recipe, "a") as file:
         file.write("optim: paged_adamw_8bit\n")  # bitsandbytes is not needed

@@ -110,7 +110,9 @@ def test_too_few_rewards(folder, tmp_path, capsys, monkeypatch):
     assert "reward_funcs has 'too_few.one', which returned " in err.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("trainer", RECIPES)
+@pytest.mark.parametrize(
+    "trainer", [pytest.param(name, marks=() if name in ("kto", "grpo") else pytest.mark.slow) for name in RECIPES]
+)
 def test_recipe_trains(trainer, folder, capsys):
     keys = {"prompt_template": "none", "max_steps": 2, "max_length": 32 if trainer == "kto" else None}
     if trainer == "distillation":

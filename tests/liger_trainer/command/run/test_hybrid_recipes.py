@@ -110,7 +110,12 @@ def train(capsys, folder, recipe, **options):
     return out, out_text
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+QUICK = ("qwen3_5_35b_a3b/sft_lora", "gemma4_e4b/sft_lora", "granite4_h_tiny/sft_lora")  # one of each model type
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, marks=() if recipe in QUICK else pytest.mark.slow) for recipe in RECIPES]
+)
 def test_from_its_first_line_to_the_merged_model(recipe, tmp_path, capsys):
     model_class = write_checkpoint(RECIPES[recipe], tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl")
@@ -133,6 +138,7 @@ def test_from_its_first_line_to_the_merged_model(recipe, tmp_path, capsys):
     assert not any("vision" in name or "visual" in name for name in trained if ".lora_" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["qwen3_5_4b/sft_lora_16gb", "gemma4_e4b/sft_lora"])
 def test_its_losses_equal_those_of_rows_with_padding(recipe, tmp_path, capsys):
     """TRL's own trainer cannot pack these rows, so it computes padding."""

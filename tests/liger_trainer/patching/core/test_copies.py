@@ -94,6 +94,7 @@ def test_a_copy_trains_as_stock(name, setting, tmp_path):
     assert_same_step(outcome(step, twin), step(model_of(setting)), setting[2])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
 @pytest.mark.parametrize("name", COPIES)
 def test_a_trainer_on_a_copy(name, trainer_class, tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def patched(model):
         ("e2b", unchanged),
         ("e2b", lora_checkpointed),
         ("e4b", checkpointed),
-        ("e4b", lora),
+        pytest.param("e4b", lora, marks=pytest.mark.slow),
         ("e4b", lora_of_the_table),
         ("e4b", frozen_table),
     ],
