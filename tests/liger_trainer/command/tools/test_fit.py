@@ -96,8 +96,7 @@ def test_a_model_of_images(short_search, recipe, tmp_path, capsys):
     assert code == 0 and "attn: one attention for all images or windows" in out, err
 
 
-def test_images_of_rows(recipe, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(fit_report, "TRIES", 3)  # near enough to tell the two numbers of rows apart
+def test_images_of_rows(recipe, tmp_path, capsys):
     image_model("gemma3").config.save_pretrained(tmp_path / "model")
     path, images = recipe(max_length=64), ("--images", "80x60,60x80")
     code, _, err = command(capsys, "fit", path, *images)
