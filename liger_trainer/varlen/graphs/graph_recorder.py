@@ -42,7 +42,7 @@ class GraphRecorder(Protocol):
         """Return whether a recording may allocate `size` bytes, after releasing what is cached."""
 
     def may_set_aside(self, size: int) -> bool:
-        """Return whether `size` bytes are so little of the memory that a recording may do with so much less."""
+        """Return whether `size` bytes are free, and so little that a recording may do with so much less."""
 
     def after_failure(self) -> None:
         """Make the device usable again after a recording that has failed."""
@@ -122,7 +122,7 @@ class CudaGraphRecorder:
 
     def may_set_aside(self, size: int) -> bool:
         _, total = torch.cuda.mem_get_info(self.device)
-        return size <= ASIDE * total
+        return size <= min(ASIDE * total, self.bytes_free())
 
     def after_failure(self) -> None:
         """End what a failed capture leaves behind: a generator that still counts numbers for a graph."""

@@ -201,6 +201,19 @@ def test_large_gradients_are_not_set_aside(device, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("size", "free", "may"), [(20, 500, True), (21, 500, False), (20, 80, True), (20, 79, False)], ids=str
+)
+def test_what_may_be_set_aside_on_a_gpu(size, free, may, monkeypatch):
+    """At most 2 % of the memory, of what is free beside the reserve of 6 %."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
+    unused = dict.fromkeys(("reserved_bytes.all.current", "allocated_bytes.all.current"), 0)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: unused)
+    recorder = object.__new__(CudaGraphRecorder)
+    recorder.device = "cuda:0"
+    assert recorder.may_set_aside(size) == may
+
+
+@pytest.mark.parametrize(
     ("trouble", "replayed"), [("a failure", 2), ("a slow replay", 3), ("too little memory", 2), ("no trouble", 4)]
 )
 def test_gradients_survive_a_capture_between_micro_batches(trouble, replayed, device):
