@@ -19,10 +19,14 @@ class Recorded:
     gib: float
 
 
+OURS = ("LigerTrainer", "LigerSFTTrainer", "LigerDPOTrainer")
+
+
 def of_ours(record):
-    """The rows that our trainers made without captures. `fit` does not count the memory of graphs."""
-    found = [row for row in record["rows"] if row["arm"] in ("LigerTrainer", "LigerSFTTrainer", "LigerDPOTrainer")]
-    return [row for row in found if not (row.get("captured") or {}).get("sizes")]
+    """The rows that our trainers made without captures and shared prompts, of which `fit` counts neither."""
+    found = [row for row in record["rows"] if row["arm"].split(" - ")[0] in OURS]
+    found = [row for row in found if not (row.get("captured") or {}).get("sizes")]
+    return [row for row in found if not (row.get("shared_prompts") or {}).get("tokens_saved")]
 
 
 def newest():
