@@ -22,14 +22,15 @@ def pytest_collection_modifyitems(items):
 def cases_off_the_diagonal(cases):
     """Return the cases whose ranks in all parameters do not sum to a multiple of the smallest number of values.
 
-    A rank is the place of a value among those of its parameter. Parameters of one decorator count as one.
+    A rank is the place of a value among those of its parameter. Parameters of one decorator count as one. Returns none
+    where cases of the product are missing, as in a run of cases that were named.
     """
     axes = [mark_names(mark) for mark in cases[0].iter_markers("parametrize")]
     values = [[repr([case.callspec.params[name] for name in names]) for case in cases] for names in axes]
     ranks = [{value: rank for rank, value in enumerate(dict.fromkeys(found))} for found in values]
     several = [len(found) for found in ranks if len(found) > 1]
-    assert len(several) > 1, f"{cases[0].nodeid} is no product of parameters"
-    assert math.prod(several) == len(cases), f"{cases[0].nodeid} lacks cases of its product"
+    if len(several) < 2 or math.prod(several) != len(cases):
+        return []
     sums = [sum(found[value] for found, value in zip(ranks, case, strict=True)) for case in zip(*values, strict=True)]
     return [case for case, total in zip(cases, sums, strict=True) if total % min(several)]
 

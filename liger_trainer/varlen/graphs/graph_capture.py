@@ -1,13 +1,13 @@
 """One capture: what is recorded, and the comparison of its replay with the code that was recorded."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from liger_trainer._logging import logger
 from liger_trainer.varlen.graphs.graph_recorder import GraphRecorder
 from liger_trainer.varlen.graphs.input_embeddings import PER_LAYER
 from liger_trainer.varlen.graphs.refusals import NotCapturable
@@ -15,8 +15,6 @@ from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch, with_other_rows
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.rows import Rows, use_rows
-
-logger = logging.getLogger(__name__)
 
 WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
 CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm

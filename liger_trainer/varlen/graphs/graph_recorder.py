@@ -11,7 +11,7 @@ import torch
 
 RESERVE = 0.06  # of the GPU's memory that a capture leaves free
 ASIDE = 0.02  # of the GPU's memory that the gradients of other micro-batches may take a second time during a capture
-TIMED_RUNS = 3  # in a row, since the host's head start in one step hides its work in the next
+TIMED_RUNS = 3  # in a row, as in training: while the device works on one step, the host prepares the next
 
 
 class Graph(Protocol):
