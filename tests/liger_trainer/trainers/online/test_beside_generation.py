@@ -112,8 +112,27 @@ def test_a_run_with_an_engine_raises_its_reward(kind, tmp_path, monkeypatch):
     assert trainer.sorting.sorted == shared_prompts_of(trainer.model).saved
 
 
+@pytest.fixture
+def all_requests_first(monkeypatch):
+    """Start the thread that writes when it has every request.
+
+    transformers starts it before. Then the scheduler decides which rows share a batch, and with that who draws which
+    random number.
+    """
+    manager = pytest.importorskip("transformers.generation.continuous_batching").ContinuousBatchingManager
+    start, add_requests = manager.start, manager.add_requests
+
+    def add_and_start(self, *args, **kwargs):
+        ids = add_requests(self, *args, **kwargs)
+        start(self)
+        return ids
+
+    monkeypatch.setattr(manager, "start", lambda self: None)
+    monkeypatch.setattr(manager, "add_requests", add_and_start)
+
+
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_continuous_batching_writes_the_same(kind, tmp_path):
+def test_continuous_batching_writes_the_same(kind, tmp_path, all_requests_first):
     """transformers' own, in few blocks: by default it fills half of the memory."""
     blocks = {"num_blocks": 32, "block_size": 16, "max_batch_tokens": 64}
     options = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": blocks}
