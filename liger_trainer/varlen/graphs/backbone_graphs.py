@@ -47,8 +47,8 @@ from liger_trainer.varlen.graphs.static_batch import (
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.rows import NotForRows, Rows
 
-MOST_MODES = 4  # states of the model, such as adapters on or off
-MOST_SIZES = 16  # in each mode
+MOST_MODES = 4  # modes that have captures at the same time; the least recently used is dropped
+MOST_SIZES = 16  # captured sizes of each mode; the least recently used is dropped
 
 # transformers passes these on to a backbone, but no layer in a proof reads them.
 _UNREAD = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -58,7 +58,7 @@ _STATIC_INPUTS = ("input_ids", "inputs_embeds", PER_LAYER, "position_ids", "atte
 
 @dataclass
 class CapturedMode:
-    """The captures of one state of the model.
+    """The captures of one state of the model, such as adapters on or off.
 
     Attributes:
         key (`tuple`): The properties that its calls have in common: gradients, dtypes, arguments.
@@ -67,7 +67,9 @@ class CapturedMode:
         draws (`bool`): Whether a layer draws random numbers, found in the first call.
         why_not (`str` or None): Why this mode is not captured, found in the first call.
         sizes (`dict[tuple[int, bool], CapturedSize]`): By their tokens, and by whether rows share prompts.
-        seen (`dict[tuple[int, bool], Bounds]`): What calls that came too early for a capture needed, by the same keys.
+        seen (`dict[tuple[int, bool], Bounds]`): The capacity that uncaptured calls needed, by the same keys.
+        buffers (`SharedBuffers` or None): The buffers of all sizes, allocated by the first capture.
+        last_used (`int`): `BackboneGraphs.clock` at the last replay.
     """
 
     key: tuple
@@ -112,17 +114,18 @@ class BackboneGraphs:
         self.modes: list[CapturedMode] = []
         self.off: str | None = None  # why nothing is captured from now on
         self.generation = 0  # of the activations in the pool, which every replay overwrites
-        self.clock = 0
+        self.clock = 0  # counts replays, to find the least recently used mode and size
         self.may_capture = False  # True once the optimizer has its states
         self.largest = 0  # the tokens that the pool has room for
         self.worthwhile = 0  # the tokens of the largest size with a replay faster than the model's code
         self.too_large: int | None = None  # the tokens of the smallest size that was slower, or lacked memory
         self.why_too_large = ""
+        # An input of `Replayed` that requires a gradient, so its outputs do too, even if the embeddings are frozen.
         self.carrier = torch.zeros((), requires_grad=True)
-        self._unmatched = 0  # modes that were replaced without a replay
-        self._snapshot: Snapshot | None = None  # of the running call
-        self._begun: CapturedMode | None = None  # by the running call
-        self._difference: str | None = None  # why no snapshot fits the running call
+        self._unmatched = 0  # modes that were dropped before any replay
+        self._snapshot: Snapshot | None = None  # the one that holds for the running call
+        self._begun: CapturedMode | None = None  # the mode that the running call has begun
+        self._difference: str | None = None  # why no snapshot holds for the running call
 
     def find_snapshot(self) -> bool:
         """Find the snapshot that holds for the call that starts now. Return whether there is one.
@@ -167,9 +170,10 @@ class BackboneGraphs:
             size = self._size(mode, batch, forward, dict(constants))
         except NotCapturable as reason:
             self.summary.count(str(reason))
-            if self._begun is not None:
+            # The ids have been embedded already. Embedding them again would run hooks and draw random numbers twice.
+            if self._begun is not None:  # by `_mode`: its first call shows whether a replay would leave something out
                 return self._run_first(self._begun, embedded, run_uncaptured)
-            return run_uncaptured(embedded)  # so that hooks run, and random numbers are drawn, once
+            return run_uncaptured(embedded)
         self.summary.replayed += 1
         self.clock += 1
         mode.last_used = size.last_used = self.clock
@@ -197,7 +201,8 @@ class BackboneGraphs:
         effects = SideEffects(mode.snapshot.modules, self.recorder, embedded.embeds.device)
         try:
             outputs = run_uncaptured(embedded)
-        except NotForRows:  # rows that share are computed again without sharing, and that is a first call too
+        except NotForRows:
+            # The caller computes rows that share prompts again without sharing. That call begins its own mode.
             self.modes.remove(mode)
             raise
         mode.draws, mode.why_not = effects.draws(), effects.why_not()
@@ -205,10 +210,9 @@ class BackboneGraphs:
 
     def _mode(self, batch: TokenBatch, constants: tuple) -> CapturedMode:
         """Return the mode for the current state of the model, or begin one and raise `NotCapturable`."""
-        embeds = batch.embeds
         grad = torch.is_grad_enabled()
-        of_inputs = [_kind_of(x, grad) for x in (embeds, batch.per_layer)]
-        key = (grad, *of_inputs, batch.positions.shape[:-2], constants)
+        input_kinds = [_kind_of(x, grad) for x in (batch.embeds, batch.per_layer)]
+        key = (grad, *input_kinds, batch.positions.shape[:-2], constants)
         for mode in self.modes:
             if mode.key == key and mode.snapshot is self._snapshot:
                 return mode
@@ -228,10 +232,10 @@ class BackboneGraphs:
                 return
         if self._snapshot is None:
             refuse_hooks(self.backbone, self.inputs.modules)
-        # The modules of now: an adapter or a layer may have been added since the last snapshot.
+        # `around` lists the modules anew, because an adapter or a layer may have been added since the last snapshot.
         snapshot = self._snapshot or Snapshot(self.around(), self.inputs.of_tokens)
-        grad, *of_inputs = key[:3]
-        an_input_trains = any(kind is not None and kind.requires_grad for kind in of_inputs)
+        grad, *input_kinds = key[:3]
+        an_input_trains = any(kind is not None and kind.requires_grad for kind in input_kinds)
         trains = grad and (an_input_trains or any(True for _ in self._captured_parameters(snapshot)))
         self.clock += 1
         self._begun = CapturedMode(key, snapshot, trains, last_used=self.clock)
@@ -286,9 +290,10 @@ class BackboneGraphs:
         mode.seen[key] = Bounds(*(max(pair) for pair in zip(before, bounds, strict=True)))
 
     def _bounds_alike(self, mode: CapturedMode, shares: bool) -> list[Bounds]:
-        """Return what the sizes of a mode have room for, and what its calls needed that came too early for one.
+        """Return the capacity of the mode's sizes, and the capacity that its uncaptured calls needed.
 
-        Only of sizes that are captured: attention asks for each row that there is room for, in every replay.
+        Sizes that are too large to be captured are left out. Their calls may have many rows, and in every replay
+        attention launches work for each row of the capacity, used or not.
         """
         alike = [size.bounds for (_, shared), size in mode.sizes.items() if shared == shares]
         for (tokens, shared), bounds in mode.seen.items():
@@ -312,10 +317,12 @@ class BackboneGraphs:
     def _captured_size(
         self, mode: CapturedMode, batch: TokenBatch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
     ) -> CapturedSize:
-        key = (tokens, batch.layout is not None)
+        """Capture the graphs for a batch, and add them to the mode."""
+        shares = batch.layout is not None
+        key = (tokens, shares)
         if len(mode.sizes) == MOST_SIZES and key not in mode.sizes:
             del mode.sizes[min(mode.sizes, key=lambda key: mode.sizes[key].last_used)]
-        alike = self._bounds_alike(mode, key[1])
+        alike = self._bounds_alike(mode, shares)
         needed = bounds_of(batch, tokens)
         if self.keeps_state:
             needed = needed._replace(rows=needed.rows + 1)  # a capture is compared with other rows too
@@ -323,9 +330,9 @@ class BackboneGraphs:
         begin = time.perf_counter()
         if mode.buffers is None:
             mode.buffers = SharedBuffers(batch.embeds, self.largest, batch.per_layer)
-        _, of_embeds, of_per_layer, *_ = mode.key
-        needs_grad = mode.trains and of_embeds.requires_grad
-        per_layer_needs_grad = mode.trains and of_per_layer is not None and of_per_layer.requires_grad
+        _, embeds_kind, per_layer_kind, *_ = mode.key
+        needs_grad = mode.trains and embeds_kind.requires_grad
+        per_layer_needs_grad = mode.trains and per_layer_kind is not None and per_layer_kind.requires_grad
         size = CapturedSize(batch, tokens, bounds, mode.buffers, needs_grad, self.keeps_state, per_layer_needs_grad)
         self._capture(mode, size, batch, forward, constants)
         mode.sizes[key] = size
@@ -344,14 +351,14 @@ class BackboneGraphs:
         """Record the graphs of `size`, and compare their replay with the code that they were recorded from.
 
         Raises:
-            NotCapturable: The capture failed, or its replay is not faster. Only `too_large` or `off` has changed.
+            NotCapturable: The capture failed, and `off` is set. Or its replay does not pay, and `too_large` is set.
         """
         state = self.recorder.random_state()
         trained = mode.snapshot.trained if mode.trains else []
         parameters = list(self._captured_parameters(mode.snapshot)) if mode.trains else []
         captured = set(map(id, parameters))
         outside = [p for p in trained if id(p) not in captured]
-        timed = size.tokens > self.worthwhile
+        timed = size.tokens > self.worthwhile  # a smaller size gains more from a replay, so it needs no timing
         try:
             with self._capture_conditions():
                 run = GraphCapture(
@@ -391,7 +398,7 @@ class BackboneGraphs:
             raise
         finally:
             self.recorder.set_random_state(state)
-            self.generation += 1
+            self.generation += 1  # the capture has replayed, so it has overwritten activations in the pool
 
     @contextlib.contextmanager
     def _capture_conditions(self) -> Iterator[None]:
@@ -413,6 +420,7 @@ class BackboneGraphs:
         return Replayed.apply(batch.embeds, batch.per_layer, self.carrier, self, mode.draws, size, batch)
 
     def replay_forward(self, size: CapturedSize, batch: TokenBatch) -> tuple[torch.Tensor, ...]:
+        """Copy a batch into the static buffers, replay the forward, and return clones of its outputs."""
         assert size.forward is not None, "it was captured"
         size.fill(batch)
         size.forward.replay()
@@ -439,7 +447,7 @@ def constants_of(call: dict[str, Any]) -> tuple:
 
 
 class _KindOfInput(NamedTuple):
-    """The properties of an input that its calls have in common in one mode."""
+    """The properties of an input that are the same in all calls of a mode."""
 
     requires_grad: bool
     dtype: torch.dtype

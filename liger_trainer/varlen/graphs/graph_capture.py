@@ -1,4 +1,4 @@
-"""One capture: what is recorded, and the comparison of its replay with the code that was recorded."""
+"""Capture one size: run the backbone's code, record it as graphs, and compare their replay with that code."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,34 +16,34 @@ from liger_trainer.varlen.graphs.static_batch import CapturedSize, TokenBatch, w
 from liger_trainer.varlen.graphs.static_gradients import GradientBuffers
 from liger_trainer.varlen.rows import Rows, use_rows
 
-WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
-CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm
-SAMPLE = 4096  # elements of each tensor that are compared after a capture
+WORTHWHILE = 0.95  # a replay that takes a larger fraction of the time of Python's code is not used
+CLOSE = 0.05  # largest relative difference between a replay and the code it was captured from, in the L2 norm
+SAMPLE = 4096  # elements of each tensor, or up to twice as many, that are compared after a capture
 
 
 class DoesNotPay(Exception):  # noqa: N818
-    """Raised where a replay is not faster than Python's code, or its memory would be missed."""
+    """Raised if a replay is not faster than Python's code, or if its graphs leave too little memory."""
 
 
 class GraphCapture:
     """One capture of a size.
 
     Args:
-        size (`CapturedSize`): What is captured.
-        gradients (`GradientBuffers`): What its backward adds to.
-        recorder (`GraphRecorder`): Of the device.
+        size (`CapturedSize`): The size. It gets the graphs.
+        gradients (`GradientBuffers`): The buffers that its backward adds gradients to.
+        recorder (`GraphRecorder`): The recorder of the device.
         forward (`Callable`): The forward of the backbone.
-        constants (`dict`): Arguments of it that are the same in every replay.
+        constants (`dict`): The arguments of `forward` that are the same in every replay.
         snapshot (`Snapshot`): The state of the modules that hold the parameters.
-        parameters (`list[nn.Parameter]`): Those that are trained.
+        parameters (`list[nn.Parameter]`): The trained parameters of the captured modules.
         trains (`bool`): Whether there is a backward.
-        outside (`list[nn.Parameter]`): Trained ones of modules that run outside, such as the input embeddings. None of
-            them may get a gradient in the capture.
+        outside (`list[nn.Parameter]`): The trained parameters of modules that run before each replay, such as the input
+            embeddings. None of them may get a gradient in the capture.
 
     Attributes:
-        alias_of (`dict`): What stands in the place of each parameter while the backbone runs: the same memory, with a
-            gradient of its own. Autograd's nodes that accumulate gradients belong to the stream on which they were made
-            first, and users' hooks are attached to the nodes of the real parameters. An alias has new nodes.
+        alias_of (`dict`): For each parameter, the one that replaces it while the backbone runs. Both share their
+            memory, but an alias has a gradient and autograd nodes of its own. The node that accumulates a parameter's
+            gradient belongs to the stream on which it was first made, and users' hooks are attached to it.
     """
 
     def __init__(
@@ -65,18 +65,19 @@ class GraphCapture:
         size.gradients, size.snapshot = gradients, snapshot
         self.alias_of = {p: nn.Parameter(p.detach(), requires_grad=True) for p in (*parameters, *outside)}
         self._outside = outside
-        self._places = []
+        self._places = []  # (table, name, parameter): where modules hold the parameters that have an alias
         for module in snapshot.modules:
             for name, p in module._parameters.items():
                 if p is not None and p in self.alias_of:
                     self._places.append((module._parameters, name, p))
         self._forward, self._constants = forward, constants
         self._outputs: list[torch.Tensor] = []  # with their autograd graph, between forward and backward
-        self._bytes_kept = 0  # by the forward for the backward
-        self._samples: list[torch.Tensor] = []  # of what the last forward gave
+        self._bytes_kept = 0  # what the forward keeps for the backward
+        self._samples: list[torch.Tensor] = []  # of the outputs of the last forward
         self._rows: Rows = size.rows
 
     def forward(self) -> None:
+        """Run the backbone on the static inputs, and copy its outputs into the buffers of `exchange`."""
         size = self.size
         call: dict[str, Any] = {
             "inputs_embeds": size.embeds,
@@ -88,29 +89,28 @@ class GraphCapture:
             call[PER_LAYER] = size.per_layer
         with self._aliases(), torch.set_grad_enabled(self.trains), use_rows(self._rows):
             outputs = self._forward(**call, **self._constants)
-            given = _tensors_of(outputs)
-        if given[0].requires_grad != self.trains:
+            tensors = _tensors_of(outputs)
+        if tensors[0].requires_grad != self.trains:
             raise NotCapturable("its output does not depend on what is trained")
         buffers = size.buffers
         if not buffers.exchange:
-            buffers.exchange = [x.new_zeros(x.shape[0], buffers.tokens, x.shape[2]) for x in given]
-        for buffer, output in zip(size.exchange, given, strict=True):
+            buffers.exchange = [x.new_zeros(x.shape[0], buffers.tokens, x.shape[2]) for x in tensors]
+        for buffer, output in zip(size.exchange, tensors, strict=True):
             buffer.copy_(output.detach())
         size.output_class = type(outputs)
-        self._outputs = given if self.trains else []
+        self._outputs = tensors if self.trains else []
 
     def backward(self) -> None:
+        """Run the backward from the gradients in `exchange`, and put the gradients of the inputs into their buffers."""
         size = self.size
         assert self._outputs, "the forward comes first"
         size.embeds.grad = None
         device = size.embeds.device.type
         # Logits of routers need no gradient where layers are recomputed by PyTorch's reentrant checkpointing.
         pairs = [(x, gradient) for x, gradient in zip(self._outputs, size.exchange, strict=True) if x.requires_grad]
-        # A layer that is checkpointed runs again.
-        with (
-            self._aliases(),
-            torch.autocast(device, enabled=False),
-        ):  # as in a training step, which runs its backward outside of autocast
+        # The aliases are needed here too, because checkpointed layers run again. A training step runs its backward
+        # outside of autocast.
+        with self._aliases(), torch.autocast(device, enabled=False):
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
         if size.embeds.grad is not None:
             size.exchange[0].copy_(size.embeds.grad)
@@ -123,18 +123,19 @@ class GraphCapture:
         """Copy the gradient of the embeddings for each layer to its buffer."""
         size, buffers = self.size, self.size.buffers
         assert size.per_layer is not None, "it needs a gradient"
-        if buffers.of_per_layer is None:
+        if buffers.per_layer_grad is None:
             assert buffers.per_layer is not None, "it has a part of it"
-            buffers.of_per_layer = torch.zeros_like(buffers.per_layer)
+            buffers.per_layer_grad = torch.zeros_like(buffers.per_layer)
         gradient = size.per_layer.grad
         size.per_layer.grad = None
         if gradient is None:
-            size.of_per_layer.zero_()
+            size.per_layer_grad.zero_()
         else:
-            size.of_per_layer.copy_(gradient)
+            size.per_layer_grad.copy_(gradient)
 
     @contextlib.contextmanager
     def _aliases(self) -> Iterator[None]:
+        """Context manager: the modules have the aliases in place of their parameters."""
         for table, name, p in self._places:
             table[name] = self.alias_of[p]
         try:
@@ -147,8 +148,8 @@ class GraphCapture:
         """Record forward and backward, and compare their replay with Python's code for `batch`.
 
         Raises:
-            NotCapturable: The backbone returns more than hidden states, or the replay gives something else.
-            DoesNotPay: The memory would be missed or, with `timed`, the replay is not faster.
+            NotCapturable: The backbone returns more than hidden states, or the replay computes something else.
+            DoesNotPay: The graphs leave too little memory or, with `timed`, the replay is not faster.
         """
         size, recorder = self.size, self.recorder
         if not size.buffers.zeros_stay_finite:
@@ -160,7 +161,7 @@ class GraphCapture:
             python_seconds = recorder.seconds_of(self._run_step) if timed else 0.0
             other = with_other_rows(batch) if size.chunks is not None else None
             wanted_of_other = [] if other is None else self._uncaptured_results(other, random_state)
-        # As much again for what a layer needs on its way, and for what lies between the blocks of the pool.
+        # A layer's temporary tensors, and gaps between the blocks of the pool, may take as much again.
         if not recorder.make_room(2 * self._bytes_kept):
             raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left for their graphs")
         size.forward = recorder.record(self.forward)
@@ -196,42 +197,47 @@ class GraphCapture:
             self._rows = size.rows
 
     def _refuse_zeros_that_overflow(self, batch: TokenBatch) -> None:
-        """Raise `NotCapturable` where a row of zeros, as it fills a size up, becomes NaN, such as in a norm without an
-        epsilon, or in the backward of a square root. The gradients of all weights would be NaN then."""
+        """Raise `NotCapturable` if the filler row, whose embeddings are zero, becomes NaN.
+
+        Examples are a norm without an epsilon, and the backward of a square root. All weights would get gradients of
+        NaN.
+        """
         size = self.size
-        of_layers = None if batch.per_layer is None else torch.zeros_like(batch.per_layer)
-        size.fill(batch._replace(embeds=torch.zeros_like(batch.embeds), per_layer=of_layers))
+        zeros_per_layer = None if batch.per_layer is None else torch.zeros_like(batch.per_layer)
+        size.fill(batch._replace(embeds=torch.zeros_like(batch.embeds), per_layer=zeros_per_layer))
         self.forward()
-        found = [buffer.detach().norm() for buffer in size.exchange]
+        norms = [buffer.detach().norm() for buffer in size.exchange]
         if self.trains:
-            torch._foreach_zero_(size.exchange)  # as the gradient of the filling row is
+            torch._foreach_zero_(size.exchange)  # the gradient of the filler row's output is zero in a replay too
             self._begin_gradients()
             self.backward()
             gradients = [alias.grad for alias in self.alias_of.values() if alias.grad is not None]
             if size.per_layer_needs_grad:
-                found.append(size.of_per_layer.norm())
-            found += [size.exchange[0].norm(), *(torch._foreach_norm(gradients) if gradients else ())]
+                norms.append(size.per_layer_grad.norm())
+            norms += [size.exchange[0].norm(), *(torch._foreach_norm(gradients) if gradients else ())]
             self._begin_gradients()
-        if not bool(torch.stack([x.float() for x in found]).isfinite().all()):
+        if not bool(torch.stack([x.float() for x in norms]).isfinite().all()):
             raise NotCapturable("embeddings of zero, which fill up a size, become NaN in it")
         size.buffers.zeros_stay_finite = True
 
     def _begin_gradients(self) -> None:
-        """Let all gradients begin at zero: those that have a buffer in it."""
+        """Set the gradients of all aliases to their buffers, filled with zeros. Without a buffer they are None."""
         self.gradients.zero(self.alias_of)
         for p, alias in self.alias_of.items():
             alias.grad = self.gradients.buffers.get(p)
 
     def _run_python(self) -> None:
+        """Run the backbone's code once. Note a sample of its outputs, its memory, and which parameters learn."""
         free = self.recorder.bytes_free()
         self.forward()
         self._bytes_kept = max(self._bytes_kept, free - self.recorder.bytes_free())
         self._samples = [_sample(x) for x in self.size.exchange]
-        if not self.trains:
-            return
-        self._backward_noting_gradients()  # of the output as upstream gradient, since any will do
+        if self.trains:
+            # Any upstream gradient will do. `exchange` still holds the outputs, and `_replay` uses them as well.
+            self._backward_noting_gradients()
 
     def _run_step(self) -> None:
+        """Run the backbone's code and nothing else, for the clock."""
         self.forward()
         if self.trains:
             self.backward()
@@ -239,8 +245,8 @@ class GraphCapture:
     def _backward_noting_gradients(self) -> None:
         """Run the backward, and note the parameters that get a gradient.
 
-        The others get none in a replay either: an optimizer would decay them for a gradient of zero. What the first
-        run leaves as gradients is the buffers of all later ones.
+        The others get none in a replay either, because an optimizer would decay a weight with a gradient of zero. The
+        gradients that the first run leaves become the buffers of all later runs.
         """
         learned: list[nn.Parameter] = []
         hooks = [
@@ -281,31 +287,32 @@ class GraphCapture:
         if size.needs_grad:
             results.append(_sample(size.exchange[0]))
         if size.per_layer_needs_grad:
-            results.append(_sample(size.of_per_layer))
+            results.append(_sample(size.per_layer_grad))
         if size.learned:
-            # Together: of some, such as the bias of keys, the gradient is nothing but rounding.
+            # All in one norm: the gradient of some parameters, such as the bias of keys, is nothing but rounding.
             results.append(torch.cat([_sample(self.gradients.buffers[p]) for p in size.learned]))
         self.gradients.zero(self.alias_of)
         return results
 
     def _compare(self, got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-        """Raise `NotCapturable` where a replay differs from Python's code for the same batch and random numbers."""
+        """Raise `NotCapturable` if a replay differs from Python's code for the same batch and random numbers."""
         if len(got) != len(wanted):
             raise NotCapturable("the replay gives other gradients than the code that was captured")
         for got_one, wanted_one in zip(got, wanted, strict=True):
-            same_overflows = torch.equal(got_one.isfinite(), wanted_one.isfinite())  # of a batch in fp16, or a NaN
+            # A batch may overflow in fp16, or hold a NaN. The replay then has to have the same elements not finite.
+            same_overflows = torch.equal(got_one.isfinite(), wanted_one.isfinite())
             finite = [torch.where(x.isfinite(), x, 0) for x in (got_one, wanted_one)]
-            apart = (finite[0] - finite[1]).norm()
-            if not same_overflows or not bool(apart <= CLOSE * finite[1].norm() + 1e-12):
+            difference = (finite[0] - finite[1]).norm()
+            if not same_overflows or not bool(difference <= CLOSE * finite[1].norm() + 1e-12):
                 raise NotCapturable("the replay computes something else than the code that was captured")
 
 
 def _tensors_of(outputs: Any) -> list[torch.Tensor]:
-    """Return the hidden states (1, T, H) that a backbone has returned and, if they were asked for, the logits of all
-    routers, (layers, T, experts).
+    """Return the hidden states (1, T, H) of a backbone's outputs and, if there are any, the router logits (layers, T,
+    experts).
 
     Raises:
-        NotCapturable: It returns something else.
+        NotCapturable: The backbone returns something else.
     """
     filled = [name for name, value in outputs.items() if value is not None]
     if filled == ["last_hidden_state"]:
@@ -320,6 +327,6 @@ def _tensors_of(outputs: Any) -> list[torch.Tensor]:
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
-    """At most some `SAMPLE` elements of x in fp32, spread over all of it."""
+    """Return every k-th element of x in fp32: `SAMPLE` of them to twice as many, or all if x is smaller."""
     flat = x.detach().flatten()
     return flat[:: max(1, flat.numel() // SAMPLE)].float().clone()

@@ -1,4 +1,4 @@
-"""Records what a function launches on the device, so that it runs again without Python: CUDA graphs."""
+"""Records the kernels that a function launches as a CUDA graph, so that they run again without Python."""
 
 import contextlib
 import gc
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-RESERVE = 0.06  # of the GPU's memory that a capture leaves free
-ASIDE = 0.02  # of the GPU's memory that the gradients of other micro-batches may take a second time during a capture
+RESERVE = 0.06  # fraction of the GPU's memory that a capture leaves free
+ASIDE = 0.02  # largest fraction of the GPU's memory for a copy of the gradients so far, during a capture
 TIMED_RUNS = 3  # in a row, as in training: while the device works on one step, the host prepares the next
 
 
@@ -22,7 +22,7 @@ class GraphRecorder(Protocol):
     """Records functions on the device, so that they can be run again without Python."""
 
     def warm_up(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the run before a recording, on the stream of the recording."""
+        """Return a context for runs before a recording. They use the stream of the recording."""
 
     def record(self, function: Callable[[], None]) -> Graph:
         """Record the kernels that `function` launches. None of them runs."""
@@ -30,7 +30,8 @@ class GraphRecorder(Protocol):
     def random_state(self) -> Any:
         """Return the state of the device's random generator."""
 
-    def set_random_state(self, state: Any) -> None: ...
+    def set_random_state(self, state: Any) -> None:
+        """Set the state of the device's random generator."""
 
     def begin_pool(self) -> None:
         """Record into new memory from now on, and free the memory of recordings that are gone."""
@@ -42,7 +43,7 @@ class GraphRecorder(Protocol):
         """Return whether a recording may allocate `size` bytes, after releasing what is cached."""
 
     def may_set_aside(self, size: int) -> bool:
-        """Return whether `size` bytes are free, and so little that a recording may do with so much less."""
+        """Return whether `size` bytes are free, and few enough to be held during a recording."""
 
     def after_failure(self) -> None:
         """Make the device usable again after a recording that has failed."""
@@ -54,7 +55,7 @@ class GraphRecorder(Protocol):
 class CudaGraphRecorder:
     """Records CUDA graphs that share one memory pool, on one stream.
 
-    The allocator reuses blocks of a stream only, so a second stream would double the memory.
+    The allocator reuses a block only on the stream that allocated it, so a second stream would double the memory.
     """
 
     def __init__(self, device: torch.device):
@@ -116,7 +117,7 @@ class CudaGraphRecorder:
     def make_room(self, size: int) -> bool:
         if size > self.bytes_free():
             return False
-        # The allocator cannot release its cache while it records. What Python's code had used is not used again.
+        # The allocator cannot release its cache while it records, and the graphs' pool cannot use the blocks in it.
         torch.cuda.empty_cache()
         return True
 

@@ -1,4 +1,4 @@
-"""The embeddings that a captured backbone starts from: of its tokens and, in Gemma 3n and 4, of each of its layers.
+"""The embeddings that a captured backbone starts from: one for each token and, in Gemma 3n and 4, one for each layer.
 
 The ids stay outside: the modules that read them run before each replay, with their hooks and their gradients. Gemma 4
 reads ids a second time, in a table with a vector for each layer, and its forward takes the result as an argument.
@@ -30,11 +30,11 @@ class Embedded(NamedTuple):
 
     def in_place_of_ids(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments `call` of a backbone with these embeddings instead of ids."""
-        given = {name: value for name, value in call.items() if name != "input_ids"}
-        given["inputs_embeds"] = self.embeds
+        changed = {name: value for name, value in call.items() if name != "input_ids"}
+        changed["inputs_embeds"] = self.embeds
         if self.per_layer is not None:
-            given[PER_LAYER] = self.per_layer
-        return given
+            changed[PER_LAYER] = self.per_layer
+        return changed
 
 
 class InputEmbeddings:
@@ -52,24 +52,27 @@ class InputEmbeddings:
 
     @property
     def of_tokens(self) -> nn.Module:
+        """Return the input embeddings of the backbone."""
         return self._backbone.get_input_embeddings()  # type: ignore[operator]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that run outside, with what they hold."""
+        """Return the modules that run before a replay, and the modules inside them."""
         outside = [self.of_tokens, *map(self._backbone.get_submodule, self._names)]
         return [module for one in outside for module in one.modules()]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of `modules`."""
         return [parameter for module in self.modules for parameter in module.parameters(recurse=False)]
 
     def of(self, call: dict[str, Any]) -> Embedded:
-        """Return the embeddings for a call of the backbone, as given or looked up for its ids.
+        """Return the embeddings for a call of the backbone: those that it gets, or the embeddings of its ids.
 
         Raises:
-            NotCapturable: Its own code has to decide: it gets ids and embeddings, or would search the embeddings for
-                each layer in the table of embeddings, or makes them by code that is not transformers'.
+            NotCapturable: The backbone's own code has to run, because the call has both ids and embeddings, because the
+                backbone would look up ids for given embeddings, or because the code that makes the embeddings for each
+                layer is not transformers'.
         """
         ids = call.get("input_ids")
         embeds = call.get("inputs_embeds")
@@ -92,16 +95,16 @@ class InputEmbeddings:
 
 
 def _embed_per_layer(backbone: nn.Module, ids: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor:
-    """Return the embeddings for each layer as the backbone's forward makes them: Gemma 3n from ids alone."""
+    """Return the embeddings for each layer as the backbone's forward makes them. Gemma 3n's method takes ids alone."""
     make = getattr(backbone, _METHOD)
     takes_embeds = "inputs_embeds" in inspect.signature(make).parameters
     return make(ids, embeds) if takes_embeds else make(ids)
 
 
 def modules_per_layer(backbone: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of the modules that make the embeddings for each layer from `ids`. Empty: it has none.
+    """Return the names of the modules that make the embeddings for each layer from `ids`, or () if there are none.
 
-    They run once, to be seen.
+    The method runs once, and hooks note the modules that it calls.
     """
     if not hasattr(backbone, _METHOD) or not getattr(backbone.config, "hidden_size_per_layer_input", None):
         return ()

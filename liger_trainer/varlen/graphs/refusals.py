@@ -10,12 +10,12 @@ from liger_trainer.patching.core.saved_tensors import active_saved_tensor_hooks
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in HOOK_DICTS]
 
 
-class NotCapturable(Exception):  # noqa: N818 - no error of the user's
-    """Raised where a call cannot be captured; the message is the reason in the report."""
+class NotCapturable(Exception):  # noqa: N818 - the user has made no error
+    """Raised if a call cannot be captured. The message is the reason in the report."""
 
 
 def refuse_process() -> None:
-    """Raise `NotCapturable` where the process does more than run the model."""
+    """Raise `NotCapturable` if a mode or a global hook of PyTorch has to see each operation or module."""
     if active_saved_tensor_hooks() is not None:
         raise NotCapturable("hooks decide about the tensors that autograd saves")
     if torch.is_inference_mode_enabled() or torch.is_anomaly_enabled() or torch._C._len_torch_function_stack():
@@ -25,12 +25,11 @@ def refuse_process() -> None:
 
 
 def refuse_hooks(backbone: nn.Module, before: list[nn.Module]) -> None:
-    """Raise `NotCapturable` where Python code is attached to a module in the capture.
+    """Raise `NotCapturable` if a hook or a forward of its own is attached to a module in the capture.
 
-    `before` are the modules that run before each replay.
-
-    transformers' hooks that collect outputs do nothing unless outputs are asked for. A forward that is not ours may be
-    accelerate's, which calls its hooks.
+    `before` are the modules that run before each replay, outside of the capture. transformers' own hooks are allowed:
+    they collect outputs, and do nothing unless a call asks for outputs. A forward that is not ours is refused, because
+    it may be accelerate's, which calls accelerate's hooks.
     """
     outside = set(map(id, before))
     for module in backbone.modules():

@@ -14,9 +14,9 @@ class SideEffects:
     """Watches one call of a backbone for effects that a replay would leave out.
 
     Args:
-        modules (`list[nn.Module]`): Those that run.
-        recorder (`GraphRecorder`): Of the device.
-        device (`torch.device`): Of the batch.
+        modules (`list[nn.Module]`): The modules that the call runs.
+        recorder (`GraphRecorder`): The recorder of the device.
+        device (`torch.device`): The device of the batch.
     """
 
     def __init__(self, modules: list[nn.Module], recorder: GraphRecorder, device: torch.device):
@@ -31,15 +31,15 @@ class SideEffects:
         self._drawn_on_host = _random_states_of_host(device)
 
     def draws(self) -> bool:
-        """Return whether it has drawn random numbers on the device."""
+        """Return whether the call has drawn random numbers on the device. A replay draws such numbers too."""
         return not torch.equal(self._recorder.random_state(), self._drawn_on_device)
 
     def why_not(self) -> str | None:
         """Name what a replay would leave out, or return None."""
         for (owner, name, x), version in zip(self._buffers, self._versions, strict=True):
-            if x._version != version:  # such as a count of tokens, which would include the filling row
+            if x._version != version:  # for example a count of tokens: a replay would count the filler row
                 return f"it writes to {name} of a {owner.__name__}"
-        if _random_states_of_host(self._device) != self._drawn_on_host:  # such as which layers are left out
+        if _random_states_of_host(self._device) != self._drawn_on_host:  # for example to choose layers to skip
             return "it draws random numbers on the host"
         return None
 

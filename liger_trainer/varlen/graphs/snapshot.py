@@ -4,11 +4,12 @@ A replay runs no Python. A hook that was added, an adapter that was switched off
 the process that was set would change nothing in it. So all of that is compared first, and any difference sends the call
 through the model's own Python code.
 
-The comparison is a few sweeps over lists that were made once, each a loop inside the interpreter: an 8B model with
-adapters has 2,665 modules, and one line of Python for each of them would cost more than all sweeps together.
+The comparison compares a few lists, made once for the snapshot, with `==` or a comprehension. The loop over a list then
+runs inside the interpreter. An 8B model with adapters has 2,665 modules, and one line of Python for each of them would
+take longer than all comparisons together.
 
-It cannot see numbers inside closures, what lies deeper inside objects that are changed in place, functions with a
-replaced code object, and hooks on the nodes of autograd that add to gradients (`p.expand_as(p).grad_fn...`).
+It cannot see numbers inside closures, changes deep inside an object, a replaced code object of a function, and hooks on
+the nodes of autograd that add to gradients (`p.expand_as(p).grad_fn...`).
 """
 
 import itertools
@@ -28,15 +29,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from liger_trainer.memory.switches import are_alike
 from liger_trainer.patching.core.binding import Binding
 from liger_trainer.patching.core.guards import Guards, Lookup, code_lookups_of
+from liger_trainer.patching.core.hooks import HOOK_DICTS
 from liger_trainer.patching.core.saved_tensors import active_saved_tensor_hooks
 
-_HOOK_DICTS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-_GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in _HOOK_DICTS]
+_GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in HOOK_DICTS]
 # These have no forward: only what they hold matters.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _what_is_held = itemgetter("_modules", "_parameters")
@@ -52,12 +48,12 @@ _UNREAD_CONTAINERS = {
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
 }
-# transformers replaces these with equal ones. When checkpointing is switched off and on again, as TRL does around each
-# call of a reference: notes about hooks, and a partial with the same function and the same arguments. In each call of a
-# model of images: what its next token in a generation needs.
+# Attributes that transformers replaces without a change that a replay could see. TRL switches checkpointing off and on
+# around each call of a reference model. That replaces the notes about hooks, and `_CHECKPOINT`, a partial, by one with
+# the same function and arguments. A model of images sets `rope_deltas` in each call, which generation reads.
 _NOTES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
 _CHECKPOINT = "_gradient_checkpointing_func"
-_INCOMPARABLE = (RuntimeError, TypeError, ValueError)  # the truth of a comparison of tensors, or of arrays
+_INCOMPARABLE = (RuntimeError, TypeError, ValueError)  # raised by `==` of containers with different tensors or arrays
 _MISSING = object()
 
 
@@ -65,13 +61,13 @@ class Snapshot:
     """The state of a model's modules and of the process, as far as a replay relies on it.
 
     Args:
-        modules (`list[nn.Module]`): All modules that run, or hold modules that run, within the capture, and those
-            around it with hooks or forwards that decide whether it may be replayed.
+        modules (`list[nn.Module]`): All modules that run, or hold modules that run, within the capture. Also the
+            modules around it whose hooks or forwards decide whether it may be replayed.
         embedding (`nn.Module`, *optional*): The input embedding, which runs before each replay. Its hooks may be
             replaced by others with the same code, like transformers' hook that makes embeddings require a gradient.
 
     Attributes:
-        modules (`list[nn.Module]`): These, each once.
+        modules (`list[nn.Module]`): The modules, each once.
         tensors (`list[torch.Tensor]`): Their parameters, buffers and scales, each once.
         trained (`list[nn.Parameter]`): The parameters that require a gradient, each once.
     """
@@ -84,7 +80,8 @@ class Snapshot:
         self._holder_states = [vars(module) for module in self.modules if type(module) in _HOLDERS]
         self._in_holders = list(map(_what_is_held, self._holder_states))
 
-        # Attributes of tensors and of objects: quantised weights hold their scales there, bindings whether they run.
+        # Attributes of tensors and of objects. Quantised weights hold their scales there, and bindings whether they
+        # have fallen back.
         self.tensors = _distinct(itertools.chain(*map(_tensors_of, self.modules)))
         scales = [x for x in _values_in(_states_of(self.tensors)) if isinstance(x, torch.Tensor)]
         self.tensors = _distinct([*self.tensors, *scales])
@@ -133,7 +130,11 @@ class Snapshot:
         return [tensor._version for tensor in self._versioned]
 
     def is_as_in_forward(self, versions: list[int]) -> bool:
-        """Return whether a backward finds the tensors where they are, as they were in a forward with `versions`."""
+        """Return whether a backward finds the tensors as its forward left them.
+
+        That is: at the same addresses, with the same `requires_grad`, and with parameters not written to since
+        `versions`.
+        """
         return (
             self.versions() == versions
             and [tensor.data_ptr() for tensor in self.tensors] == self._addresses
@@ -141,19 +142,18 @@ class Snapshot:
         )
 
     def holds(self) -> bool:
-        """Return whether nothing has changed since the snapshot.
-
-        A tensor or an array in place of another one is compared by `==`, which may raise: then it has changed too.
-        """
+        """Return whether nothing has changed since the snapshot."""
         return self._is_equal() or (self._adopt_equals() and self._is_equal())
 
     def _is_equal(self) -> bool:
+        # `==` of two containers raises if they have different tensors or arrays in one place: something has changed.
         try:
             return self._is_unchanged()
         except _INCOMPARABLE:
             return False
 
     def _is_unchanged(self) -> bool:
+        # `all` and `any` get lists on purpose: a generator would be resumed for each element.
         return (
             self._process == process_state()
             and list(map(type, self.modules)) == self._types
@@ -173,7 +173,10 @@ class Snapshot:
         )
 
     def _adopt_equals(self) -> bool:
-        """Accept what transformers has replaced by an equal object. Return whether nothing else has changed."""
+        """Accept attributes that transformers has replaced by equal ones (`_NOTES`, `_CHECKPOINT`).
+
+        Return whether nothing else has changed in the attributes of modules.
+        """
         for module, before in zip(self._running, self._attributes, strict=True):
             now = vars(module)
             if _are_equal(now, before):
@@ -190,7 +193,7 @@ class Snapshot:
         return True
 
     def difference(self) -> str:
-        """Say what has changed where the snapshot does not hold, for a log. It takes some milliseconds."""
+        """Say what has changed, if the snapshot does not hold, for the report. It takes some milliseconds."""
         if self._process != process_state():
             return "a flag of the process, such as autocast, a mode of PyTorch or a global hook, has changed"
         for module, cls in zip(self.modules, self._types, strict=True):
@@ -263,8 +266,11 @@ def _containers_of(state: dict[str, Any]) -> Iterator[Any]:
 
 
 def _scalars_in(holders: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yield the tensors of one element, with what holds them. Of two such tensors `==` says whether they are equal, not
-    whether they are one: one in place of another would go unseen until its value changes."""
+    """Yield the tensors of one element, each with its holder and its name there.
+
+    They are compared by identity. `==` of two such tensors compares their values, so a replaced tensor would go unseen
+    until its value changes.
+    """
     for holder in holders:
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1 and name not in _NOTES:
@@ -284,32 +290,35 @@ def _states_of(tensors: Iterable[torch.Tensor]) -> Iterator[dict[str, Any]]:
     """Yield the attributes of tensors, such as the scales of a 4-bit weight, and the attributes of these."""
     for tensor in tensors:
         waiting: list[Any] = [tensor]
-        for _ in range(3):
+        for _ in range(3):  # bitsandbytes: a weight, its state, and with double quantization the state of that state
             states = [vars(value) for value in waiting if getattr(value, "__dict__", None)]
             yield from states
             waiting = list(filter(_is_plain_object, _values_in(states)))
 
 
 def _values_in(states: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    """Yield what all these dicts of attributes hold."""
+    """Yield the values of all these dicts."""
     for state in states:
         yield from state.values()
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Return whether a value is an object of some class that has attributes, such as a config or a state of scales."""
+    """Return whether a value is an object with attributes, such as a config or the state of a quantised weight."""
     known = isinstance(value, type | torch.Tensor | dict | list | set)
     return hasattr(value, "__dict__") and not known and not callable(value)
 
 
 def _deduplicated(lookups: Iterable[Lookup]) -> list[Lookup]:
-    """Keep one lookup for each name, with its value now. A binding with a broken guard has fallen back already."""
-    found = {(id(owner), name): (owner, name) for owner, name, _ in lookups}
-    return [(owner, name, getattr(owner, name, _MISSING)) for owner, name in found.values()]
+    """Keep one lookup for each name, with its present value.
+
+    The values in `lookups` are not needed: a binding whose guard is broken has fallen back already.
+    """
+    names = {(id(owner), name): (owner, name) for owner, name, _ in lookups}
+    return [(owner, name, getattr(owner, name, _MISSING)) for owner, name in names.values()]
 
 
 def process_state() -> tuple:
-    """Return what decides, outside of the model, which kernels its forward and backward pass launch."""
+    """Return the settings of the process that decide which kernels a forward and its backward launch."""
     cuda = torch.backends.cuda
     return (
         torch.is_autocast_enabled("cuda"),

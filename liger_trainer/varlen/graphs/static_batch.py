@@ -43,14 +43,14 @@ class TokenBatch(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The capacity of a size's tables of offsets.
+    """The capacity of a size: how many rows its tables of offsets hold, and how long these may be.
 
     Attributes:
         rows (`int`): Rows or segments, including the filler.
         longest (`int`): Tokens of the longest row.
         groups (`int`): Groups of rows that share a prompt. 0 if rows share nothing.
-        private (`int`): Tokens of the longest row of queries in the call across segments: the private parts of a group,
-            the tokens before them, or the filler.
+        private (`int`): Tokens of the longest row of queries in attention's second call (`lay_across`): the private
+            parts of a group, the tokens before them, or the filler.
     """
 
     rows: int
@@ -74,7 +74,8 @@ class SharedBuffers:
     Attributes:
         embeds (`torch.Tensor`): (1, tokens, H), the input of the forward.
         per_layer (`torch.Tensor` or None): (1, tokens, layers, P), an input too.
-        of_per_layer (`torch.Tensor` or None): The gradient of `per_layer`, allocated by the first backward that has it.
+        per_layer_grad (`torch.Tensor` or None): The gradient of `per_layer`, allocated when a backward first computes
+            it.
         exchange (`list[torch.Tensor]`): Outputs and gradients, allocated by the first forward. The first buffer,
             (1, tokens, H), holds the hidden states, then their gradient, then the gradient of the embeddings. If a call
             returns router logits, the second holds these and then their gradient: (layers, tokens, experts).
@@ -85,7 +86,7 @@ class SharedBuffers:
         self.tokens = tokens
         self.embeds = _zeros_like(embeds, tokens)
         self.per_layer = None if per_layer is None else _zeros_like(per_layer, tokens)
-        self.of_per_layer: torch.Tensor | None = None
+        self.per_layer_grad: torch.Tensor | None = None
         self.exchange: list[torch.Tensor] = []
         self.zeros_stay_finite = False
 
@@ -100,11 +101,13 @@ class CapturedSize:
         buffers (`SharedBuffers`): The buffers of the model.
         needs_grad (`bool`): Whether the embeddings get a gradient.
         keeps_state (`bool`, *optional*, defaults to `False`): Whether layers keep a state, and need rows in chunks.
-        per_layer_needs_grad (`bool`, *optional*, defaults to `False`): Whether those for each layer get one.
+        per_layer_needs_grad (`bool`, *optional*, defaults to `False`): Whether the embeddings for each layer get a
+            gradient.
 
     Attributes:
         embeds (`torch.Tensor`): (1, T, H), the part of the buffer that the forward reads.
         per_layer (`torch.Tensor` or None): (1, T, layers, P), the part of the buffer that the forward reads.
+        rows (`StaticRows`): The rows that attention reads, with offsets in `tables`.
         learned (`list`): The parameters that get a gradient in backward.
         gradients (`GradientBuffers` or None): The buffers of these gradients, once captured.
         snapshot (`Snapshot` or None): The model's state at the capture.
@@ -152,12 +155,13 @@ class CapturedSize:
         return [buffer[:, : self.tokens] for buffer in self.buffers.exchange]
 
     @property
-    def of_per_layer(self) -> torch.Tensor:
+    def per_layer_grad(self) -> torch.Tensor:
         """Return the gradient of `per_layer`: (1, T, layers, P)."""
-        assert self.buffers.of_per_layer is not None, "the backward comes first"
-        return self.buffers.of_per_layer[:, : self.tokens]
+        assert self.buffers.per_layer_grad is not None, "the backward comes first"
+        return self.buffers.per_layer_grad[:, : self.tokens]
 
     def takes(self, batch: TokenBatch) -> bool:
+        """Return whether the tables have room for the rows of a batch."""
         return self.bounds.cover(bounds_of(batch, self.tokens))
 
     def fill(self, batch: TokenBatch) -> None:
@@ -226,7 +230,7 @@ def rounded_bounds(needed: Bounds, known: Iterable[Bounds], tokens: int) -> Boun
 
 def _table_sizes(bounds: Bounds) -> list[int]:
     """Return the length of each table of offsets."""
-    across = [bounds.groups + 4] * 2 if bounds.groups else []
+    across = [bounds.groups + 4] * 2 if bounds.groups else []  # a 0, and the groups + 3 ends that `lay_across` returns
     return [bounds.rows + 1, *across]
 
 
@@ -239,7 +243,7 @@ def _static_rows(tables: list[torch.Tensor], tokens: int, bounds: Bounds, chunks
 
 
 def _static_chunks(bounds: Bounds, tokens: int, device: torch.device) -> Chunks:
-    """Return buffers for the chunks of all rows, since each row may end with a partial chunk."""
+    """Return buffers for the chunks of all rows. Each row may end with a partial chunk, so it may need one more."""
     offsets = torch.zeros(bounds.rows + 2, dtype=torch.int32, device=device)
     return Chunks(offsets, torch.zeros(tokens // CHUNK + bounds.rows, 2, dtype=torch.int32, device=device))
 
@@ -261,20 +265,20 @@ def numbered_chunks(lengths: list[int], filling: int, entries: int, empty: int) 
 
 
 def with_other_rows(batch: TokenBatch) -> TokenBatch:
-    """Return the batch with other rows, cut in the middle of its own ones. Rows of one token are joined in pairs.
+    """Return the same tokens cut into other rows: in the middle of each row. Rows of one token are joined in pairs.
 
-    So nearly every token sees other tokens, and no row is longer than the longest one of the batch, or than two tokens.
+    So nearly every token sees other tokens. No row is longer than the longest one of the batch, or than two tokens.
     """
     if max(batch.lengths) == 1:
         pairs, left = divmod(sum(batch.lengths), 2)
         return batch._replace(lengths=[2] * pairs + [1] * left)
     lengths = []
-    before = 0  # the second half of the row before
+    left_over = 0  # tokens in the second half of the previous row
     for length in batch.lengths:
         half = length // 2
-        lengths.append(before + half)
-        before = length - half
-    lengths.append(before)
+        lengths.append(left_over + half)
+        left_over = length - half
+    lengths.append(left_over)
     return batch._replace(lengths=[length for length in lengths if length])
 
 

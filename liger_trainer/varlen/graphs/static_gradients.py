@@ -10,11 +10,11 @@ from torch import nn
 
 
 class Handed(NamedTuple):
-    """The gradients that one backward hands out.
+    """What `GradientBuffers.end` needs to hand the gradients of one backward to their parameters.
 
     Attributes:
-        fresh (`list`): The parameters with a gradient that was not yet an alias of their buffer.
-        kept (`dict`): The values of those buffers that something of the user's refers to.
+        fresh (`list`): The parameters whose `.grad` is not yet an alias of their buffer.
+        kept (`dict`): The earlier values of buffers that a tensor of the user's still refers to.
     """
 
     fresh: list[nn.Parameter]
@@ -30,8 +30,8 @@ class GradientBuffers:
 
     def __init__(self) -> None:
         self.buffers: dict[nn.Parameter, torch.Tensor] = {}
-        self._alias: dict[nn.Parameter, Callable[[], torch.Tensor | None]] = {}
-        self._holders: dict[nn.Parameter, int] = {}  # of the buffer's memory, while only we refer to it
+        self._alias: dict[nn.Parameter, Callable[[], torch.Tensor | None]] = {}  # weak references to each last `.grad`
+        self._holders: dict[nn.Parameter, int] = {}  # references to each buffer's memory while users have none
 
     def keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Take a gradient as the buffer of `parameter`, if it has none yet."""
@@ -39,7 +39,7 @@ class GradientBuffers:
             self.buffers[parameter] = gradient.detach()
 
     def count_holders(self) -> None:
-        """Note how many refer to each buffer while no user does. Called after a capture."""
+        """Note how many references each buffer has without any of the user's. Called after a capture."""
         for parameter, buffer in self.buffers.items():
             self._holders.setdefault(parameter, _holders(buffer))
 
@@ -55,7 +55,7 @@ class GradientBuffers:
             torch._foreach_zero_(buffers)
 
     def in_use(self) -> bool:
-        """Return whether a gradient of the user's lies in a buffer: `.grad`, or something that was kept of it."""
+        """Return whether a gradient of the user's lies in a buffer: `.grad`, or a tensor or view kept from it."""
         if any(self._is_alias(p) for p in self.buffers):
             return True
         for p in self.buffers:
@@ -73,9 +73,10 @@ class GradientBuffers:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Context manager: buffers of now have their values back at the end, also where the code inside fails.
+        """Context manager: at the end, the present buffers get their values back, even if the code inside fails.
 
-        A capture runs backward passes that add to them. Between two micro-batches they hold the user's gradients.
+        Between two micro-batches the buffers hold the user's gradients, and a capture runs backward passes that add to
+        them.
         """
         buffers = list(self.buffers.values())
         values = [buffer.clone() for buffer in buffers]
@@ -86,10 +87,10 @@ class GradientBuffers:
                 torch._foreach_copy_(buffers, values)
 
     def begin(self, learned: list[nn.Parameter]) -> Handed:
-        """Make the buffers ready for a backward that adds to them. `end` hands out what it has added.
+        """Make the buffers ready for a backward that adds to them. `end` then hands the gradients out.
 
-        A gradient that the user kept, though `.grad` is another tensor or None now, keeps its values: the tensor itself
-        gets memory of its own, and where views of it are left the buffer gets its values back afterwards.
+        The user may have kept a gradient, though `.grad` is another tensor or None now. It keeps its values: the kept
+        tensor gets memory of its own. If views of it are left, `end` puts the buffer's earlier values back instead.
         """
         fresh = [p for p in learned if not self._is_alias(p)]
         for p in fresh:
@@ -99,7 +100,7 @@ class GradientBuffers:
         return Handed(fresh, kept)
 
     def end(self, handed: Handed) -> None:
-        """Hand the gradients out after the backward."""
+        """Set or add to `.grad` of each parameter after the backward."""
         for p in handed.fresh:
             buffer = self.buffers[p]
             values = handed.kept.get(p)
@@ -115,9 +116,9 @@ class GradientBuffers:
                 self._alias[p] = weakref.ref(gradient)
 
     def _move_kept_alias(self, p: nn.Parameter) -> None:
-        """Give what was `.grad` memory of its own, if the user kept it and `.grad` is something else now."""
-        find = self._alias.pop(p, None)
-        alias = None if find is None else find()
+        """Give the last alias memory of its own, if the user kept it and `.grad` is another tensor now."""
+        reference = self._alias.pop(p, None)
+        alias = None if reference is None else reference()
         if alias is not None:
             alias.data = alias.detach().clone()
 

@@ -28,11 +28,7 @@ class StepGraphs:
         keeps_state: bool = False,
         per_layer: tuple[str, ...] = (),
     ) -> BackboneGraphs:
-        """Return the captures of a backbone. `around` lists the modules that decide about its calls.
-
-        `keeps_state` says whether layers of the backbone keep a state, and `per_layer` names the modules that make
-        embeddings for each layer.
-        """
+        """Return the captures of a backbone. For the arguments see `BackboneGraphs`."""
         graphs = self._of.get(id(backbone))
         if graphs is None:
             device = next(backbone.parameters()).device
@@ -53,7 +49,7 @@ _active: contextvars.ContextVar[StepGraphs | None] = contextvars.ContextVar("gra
 
 @contextlib.contextmanager
 def use_graphs(graphs: StepGraphs | None) -> Iterator[None]:
-    """Context manager: backbones on real tokens are captured and replayed."""
+    """Context manager: calls of backbones on real tokens are captured and replayed by `graphs`."""
     token = _active.set(graphs)
     try:
         yield

@@ -157,7 +157,7 @@ def lose_their_gradient(monkeypatch):
 
     def take(self):
         own(self)
-        self.size.of_per_layer.zero_()
+        self.size.per_layer_grad.zero_()
 
     monkeypatch.setattr(GraphCapture, "_take_gradient_per_layer", take)
 
