@@ -1,4 +1,4 @@
-"""The proof that rows of a batch which begin alike may share that: what they share is computed once."""
+"""Proves on a small copy of a model that rows which start with the same tokens may compute these tokens once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,41 +10,35 @@ from liger_trainer.varlen import unpad_plan, unpadded_backbone
 from liger_trainer.varlen.groups import ALWAYS
 from liger_trainer.varlen.plan_batch import plan_batch
 
-_PROMPTS = (0, 0, 0, 1, 1, 2)  # of each row: a group of three, one of two, and a row that shares nothing
-_PROMPT = (5, 3, 4)  # tokens of each prompt, which are padded on the left as generation pads them
-_ANSWERS = (
-    2,
-    5,
-    1,
-    4,
-    4,
-    3,
-)  # tokens of each answer; rows are longer than the window of a small copy
-_LONGEST_PROMPT = max(_PROMPT)
+_PROMPT_OF_ROW = (0, 0, 0, 1, 1, 2)  # a group of three rows, a group of two, and a row that shares nothing
+_PROMPT_LENGTHS = (5, 3, 4)  # prompts are padded on the left, as for generation
+_ANSWER_LENGTHS = (2, 5, 1, 4, 4, 3)  # of each row; with its prompt, a row is longer than the window of a small copy
+_LONGEST_PROMPT = max(_PROMPT_LENGTHS)
 
 
 def batch_of_groups() -> dict[str, torch.Tensor]:
-    """Rows of a batch in two groups and one alone, with labels for their answers."""
+    """Return a batch of two groups of rows and one row alone, with labels for their answers."""
     source = probe.generator()
-    prompts = torch.randint(3, 40, (len(_PROMPT), _LONGEST_PROMPT), generator=source)[list(_PROMPTS)]
-    answers = torch.randint(3, 40, (len(_ANSWERS), max(_ANSWERS)), generator=source)
-    lengths = torch.tensor(_PROMPT)[list(_PROMPTS), None]
-    of_prompts = torch.arange(_LONGEST_PROMPT) >= _LONGEST_PROMPT - lengths
-    of_answers = torch.arange(max(_ANSWERS)) < torch.tensor(_ANSWERS)[:, None]
-    real = torch.cat((of_prompts, of_answers), 1)
+    prompt_of_row = list(_PROMPT_OF_ROW)
+    prompts = torch.randint(3, 40, (len(_PROMPT_LENGTHS), _LONGEST_PROMPT), generator=source)[prompt_of_row]
+    answers = torch.randint(3, 40, (len(_ANSWER_LENGTHS), max(_ANSWER_LENGTHS)), generator=source)
+    lengths = torch.tensor(_PROMPT_LENGTHS)[prompt_of_row, None]
+    in_prompt = torch.arange(_LONGEST_PROMPT) >= _LONGEST_PROMPT - lengths
+    in_answer = torch.arange(max(_ANSWER_LENGTHS)) < torch.tensor(_ANSWER_LENGTHS)[:, None]
+    real = torch.cat((in_prompt, in_answer), 1)
     ids = torch.cat((prompts, answers), 1)
-    scored = torch.cat((torch.zeros_like(of_prompts), of_answers), 1)
+    scored = torch.cat((torch.zeros_like(in_prompt), in_answer), 1)
     return {"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~scored, -100)}
 
 
-def why_prompts_are_kept(own: Any, ours: Any, backbone: Any, run: Callable, apart: Callable) -> str | None:
-    """Name what differs if rows share, or return None.
+def why_prompts_cannot_be_shared(own: Any, ours: Any, backbone: Any, run: Callable, apart: Callable) -> str | None:
+    """Return why rows must not share their prompts, or None if nothing differs when they do.
 
     Args:
         own ([`~transformers.PreTrainedModel`]): A small copy with its own code.
-        ours ([`~transformers.PreTrainedModel`]): The same one, which runs on real tokens.
+        ours ([`~transformers.PreTrainedModel`]): The same copy, with a backbone that runs on real tokens.
         backbone (`nn.Module`): The backbone of `ours`.
-        run (`Callable`): Runs a copy on a batch: what it computes, the loss and the gradients.
+        run (`Callable`): Runs a copy on a batch. Returns what it computes, the loss and the gradients.
         apart (`Callable`): Names what differs in two results of `run`, or returns None.
     """
     call = batch_of_groups()
@@ -54,14 +48,14 @@ def why_prompts_are_kept(own: Any, ours: Any, backbone: Any, run: Callable, apar
     )
     if plan is None or not plan.saved:
         return "its rows are not known"
-    kept = {name: x.clone() for name, x in ours.named_buffers()}
+    buffers_before = {name: x.clone() for name, x in ours.named_buffers()}
     with unpad_plan.use_plan(plan):
         got = run(ours, call)
     bound = unpadded_backbone.BackboneBinding.of(backbone)
     if not plan.used:
         return "its backbone did not run on them" if bound is None else bound.sharing.never
     for name, x in ours.named_buffers():
-        if not torch.equal(x, kept[name]):
+        if not torch.equal(x, buffers_before[name]):
             return f"it writes to {name}, which may count tokens"
     differs = apart(got, run(own, call))
     return None if differs is None else f"{differs} where rows share what they begin with"

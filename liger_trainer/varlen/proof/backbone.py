@@ -1,12 +1,17 @@
 """Proves on a small copy of a model that padding can be left out, and finds what to bind to its backbone.
 
-The proof runs three batches through two small copies with the same weights, one with the model's own code and one with
-ours: a batch padded on the right, one padded on the left, and a packed row. The logits of real tokens, the loss and the
-gradients of all weights must agree. They differ if rows affect each other through anything but attention, or if the
-loss counts padding. Layers that keep a state get the rows of the call (`state_layers.py`), and are also recomputed in
-the backward pass. If layers have a window, chunks, sinks or a soft cap, batches without padding run too. If only these
-agree, only batches without padding use our attention. Finally, rows that start alike share their prompt
-(`alike_rows.py`).
+The proof runs four batches through two small copies with the same weights, one with the model's own code and one with
+ours: a batch padded on the right, one padded on the left, a packed row, and one padded row. The logits of real tokens,
+the loss and the gradients of all weights must agree. They differ if rows affect each other through anything but
+attention, or if the loss counts padding. Layers that keep a state get the rows of the call (`state_layers.py`), and are
+also recomputed in the backward pass.
+
+If layers have a window, chunks, sinks or a soft cap, batches without padding run too. If only these agree, only batches
+without padding use our attention. Further proofs decide about less: whether the backbone can be captured from its
+embeddings (`embeddings_for_ids.py`), and whether rows that start alike may share their prompt (`alike_rows.py`).
+
+In this file `own` is the small copy with the model's own code, and `ours` the one that leaves padding out. `around` is
+the model around the decoder of a model of images, or the backbone itself.
 """
 
 import contextlib
@@ -33,7 +38,7 @@ from liger_trainer.varlen.model_parts import (
 )
 from liger_trainer.varlen.plan_batch import plan_batch
 from liger_trainer.varlen.proof import image_masks
-from liger_trainer.varlen.proof.alike_rows import why_prompts_are_kept
+from liger_trainer.varlen.proof.alike_rows import why_prompts_cannot_be_shared
 from liger_trainer.varlen.proof.deferred_convolution import refuse_whole
 from liger_trainer.varlen.proof.embeddings_for_ids import start_at_embeddings
 from liger_trainer.varlen.proof.find_state_layers import StateLayers, find_state_layers, may_go_by_rows
@@ -43,7 +48,7 @@ from liger_trainer.varlen.rows import AttentionKind
 from liger_trainer.varlen.state_layers import StateBinding
 
 OPERATION = "varlen_attention"
-_LENGTHS = (7, 1, 11, 12)  # some are longer than the window of a small copy, and some are shorter
+_LENGTHS = (7, 1, 11, 12)  # rows longer and shorter than the window of a small copy
 _WIDTH = max(_LENGTHS)
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # a call that returns router_logits computes padding
 _RTOL = 2e-4  # relative to the largest element, in fp32; one token too many or too few changes results by 1e-2
@@ -66,27 +71,21 @@ def find_backbone(model) -> Iterator[PatchMatch]:
     if not isinstance(model, PreTrainedModel):
         return
     around, backbone = base_of(model), backbone_of(model)
-    state_layers: StateLayers | None = None
-    of_masks: Binding | None = None
     if backbone is None:
         if model.get_output_embeddings() is not None:
             yield PatchMatch(OPERATION, type(model).__name__, model, "no part before its head was found", is_rare=True)
         return
     proven: Any = None
+    state_layers: StateLayers | None = None
+    mask_binding: Binding | None = None
     reason = _why_not(model, around, backbone)
     if reason is None:
-        state_layers, reason = find_state_layers(backbone)
-        if state_layers is not None:
-            proven, reason = attempt(_prove_with_states, model)
-        if state_layers is None or reason is not None:
-            state_layers, of_states = None, reason
-            if model._is_stateful or backbone._is_stateful:
-                reason = of_states or "its layers keep a state, which goes from row to row"
-            else:
-                proven, reason = attempt(_prove, model)
-                reason = reason and (of_states or reason)
+        proven, state_layers, reason = _find_proof(model, backbone)
     if reason is None and around is not backbone and image_masks.made_by(around):
-        of_masks, reason = (None, _MASKS_AROUND) if state_layers is not None else image_masks.binding_for(around)
+        if state_layers is not None:
+            reason = _MASKS_AROUND
+        else:
+            mask_binding, reason = image_masks.binding_for(around)
     if reason is None:
         reason = why_forward_is_unknown(model, proven.forwards)
     name = next((name for name, module in model.named_modules() if module is backbone), model.base_model_prefix)
@@ -105,9 +104,9 @@ def find_backbone(model) -> Iterator[PatchMatch]:
         proven = proven._replace(no_capture_reason=no_capture_reason)
         binding = unpadded_backbone.binding_of(backbone, proven, state_layers.forward, state_layers.guards)
     yield PatchMatch(OPERATION, name, backbone, "; ".join([runs, *attention]), binding)
-    if of_masks is not None:
+    if mask_binding is not None:
         around_name = next((name for name, module in model.named_modules() if module is around), "")
-        yield PatchMatch(OPERATION, around_name, around, "leaves the masks of text to its decoder", of_masks)
+        yield PatchMatch(OPERATION, around_name, around, "leaves the masks of text to its decoder", mask_binding)
     if is_classifier(model):
         yield PatchMatch(
             OPERATION, type(model).__name__, model, "pools one token of each row", classifier_binding(model)
@@ -115,6 +114,22 @@ def find_backbone(model) -> Iterator[PatchMatch]:
     if state_layers is not None:
         for layer_name, layer, bound in state_layers.layers:
             yield PatchMatch(OPERATION, f"{name}.{layer_name}", layer, _how_it_runs(bound), bound)
+
+
+def _find_proof(model, backbone) -> tuple[Any, StateLayers | None, str | None]:
+    """Return (`BackboneProof`, the state layers that it is about, None), or (None, None, why nothing is proven)."""
+    state_layers, states_reason = find_state_layers(backbone)
+    if state_layers is not None:
+        proven, states_reason = attempt(_prove_with_states, model)
+        if states_reason is None:
+            return proven, state_layers, None
+    if model._is_stateful or backbone._is_stateful:
+        return None, None, states_reason or "its layers keep a state, which goes from row to row"
+    # The layers were only candidates. They may not keep a state after all, so that real tokens alone are enough.
+    proven, reason = attempt(_prove, model)
+    if reason is not None:
+        return None, None, states_reason or reason
+    return proven, None, None
 
 
 def _settle_rows(model, state_layers: StateLayers) -> None:
@@ -155,11 +170,13 @@ def _has_gpu() -> bool:
 
 
 def _why_not(model, around, backbone) -> str | None:
+    """Return why no proof is tried, or None."""
     config = model.config
     if model.get_output_embeddings() is None and not is_classifier(model):
         return "it has no LM head"
     # A model with sinks or soft caps has no SDPA. If a model has it, eager attention was the user's choice.
-    text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
+    text = config.get_text_config()
+    lacks_sdpa = model._supports_attention_backend and not model._supports_sdpa
     if text._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
         return f"attn_implementation is {text._attn_implementation!r}, which stays as it is"
     if config.is_encoder_decoder or type(getattr(backbone, "config", None)) is not type(text):
@@ -205,8 +222,9 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
 
     `by_rows` has the forwards of state layers that get concatenated rows.
 
-    If the model takes images, only its decoder is copied, since the code around it sees the padded batch. If that code
-    makes masks, it is copied too, without its towers. Of a classifier, the backbone is copied.
+    The copy is of the whole model, with two exceptions. If the model takes images, only its decoder is copied, since
+    the code around it sees the padded batch anyway. If that code makes masks, it is copied too, without its towers. Of
+    a classifier, only the backbone is copied.
     """
     around, backbone = base_of(model), backbone_of(model)
     makes_masks = around is not backbone and bool(image_masks.made_by(around))
@@ -238,7 +256,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     proven = unpadded_backbone.BackboneProof(
         attention, attention_kinds, None, mixes_rows, forwards, own_loss_of(model), sees_both_ways=makes_masks
     )
-    copied = ours if subject is backbone else backbone_of(ours)
+    copied = ours if subject is backbone else backbone_of(ours)  # the backbone of the copy
     _bind(copied, proven, with_states, by_rows)
     batches = [
         ("rows padded on the right", right, right),
@@ -255,6 +273,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
         batches += [(what, given, given) for what, given in with_images if given]
     for what, given, stock_given in batches:
         reason = reason or _differs(ours, given, _run(own, stock_given), what, attention_kinds)
+    # From here on `reason` says why padding is computed. Rows without padding may still need our attention.
     if proven.needs_row_attention:
         with_full_batches = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         for what, given in (
@@ -282,7 +301,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     sharing_proof_reason: str | None = "the model takes images too"
     if around is backbone and not with_states:  # rows with states share nothing in any case
         _, sharing_proof_reason = attempt(
-            lambda copy: (None, why_prompts_are_kept(own, copy, copied, _run, _apart)), ours
+            lambda copy: (None, why_prompts_cannot_be_shared(own, copy, copied, _run, _apart)), ours
         )
     proven = proven._replace(
         padding_reason=reason, no_capture_reason=no_capture_reason, sharing_proof_reason=sharing_proof_reason
@@ -291,6 +310,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
 
 
 def _bind_masks(around) -> None:
+    """Bind to the copy of `around` the forward that leaves masks to its decoder."""
     binding, reason = image_masks.binding_for(around)
     if binding is None:
         raise ValueError(reason)
@@ -298,7 +318,7 @@ def _bind_masks(around) -> None:
 
 
 def _with_masks_of_images(own, ours, *batches) -> tuple[bool, str | None]:
-    """Return (whether a batch with images runs as it is, what differs from the padded batch or None)."""
+    """Return (whether any batch with images keeps its padding, what differs from the model's own code or None)."""
     used = []
     for batch in batches:
         batch = image_masks.batch_of_images(own, batch)
@@ -411,26 +431,27 @@ def _apart(got, wanted) -> str | None:
 
 
 def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits (N, V) of the real tokens, the loss, and the gradients of the loss and a function of those logits.
+    """Return the logits (N, V) of the real tokens, the loss, and the gradients by the names of weights.
 
-    Of a model without a head it is the hidden states, and the loss is 0.
+    The loss is the model's, plus the auxiliary loss of experts, plus a random weighting of the logits, because a label
+    may not depend on each of them. A model without a head gives its hidden states in place of logits, and has no loss.
     """
     embeds = batch.get("deepstack_visual_embeds", ())
     leaves = dict(model.named_parameters()) | {f"the visual embeddings {i}": x for i, x in enumerate(embeds)}
     for x in leaves.values():
         x.grad = None
-    with_head = model.get_output_embeddings() is not None
-    given = {name: x for name, x in batch.items() if with_head or name != "labels"}
-    routers = {"output_router_logits": True} if _records_routers(model) else {}  # for their loss
-    outputs = model(**given, **routers, use_cache=False)
-    found = outputs.logits if with_head else outputs[0]
-    found = found[batch["attention_mask"].bool()] if "attention_mask" in batch else found[0]
-    loss = outputs.loss if with_head else found.new_zeros(())
-    total = loss + (found * probe.randn(found.shape, probe.generator())).mean()
+    has_head = model.get_output_embeddings() is not None
+    inputs = {name: x for name, x in batch.items() if has_head or name != "labels"}
+    routers = {"output_router_logits": True} if _records_routers(model) else {}  # for the auxiliary loss
+    outputs = model(**inputs, **routers, use_cache=False)
+    logits = outputs.logits if has_head else outputs[0]
+    logits = logits[batch["attention_mask"].bool()] if "attention_mask" in batch else logits[0]
+    loss = outputs.loss if has_head else logits.new_zeros(())
+    total = loss + (logits * probe.randn(logits.shape, probe.generator())).mean()
     if outputs.get("aux_loss") is not None:
         total = total + outputs.aux_loss
     total.backward()
-    return found.detach(), total.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}
+    return logits.detach(), total.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}
 
 
 def _records_routers(model) -> bool:

@@ -62,7 +62,8 @@ def _convolution(own: Callable, in_parts: bool) -> Callable:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        has_rows = any(kwargs.get(name) is not None for name in _ROW_ARGUMENTS)  # transformers raises for these
+        # With these arguments transformers' own code raises an error, so such a call is left to it.
+        has_rows = any(kwargs.get(name) is not None for name in _ROW_ARGUMENTS)
         rows = current_layer_rows()
         offsets = None
         if rows is not None:
@@ -157,11 +158,12 @@ def _equal_rows(batch: int, length: int, device: torch.device) -> torch.Tensor:
 @functools.cache
 def _is_proven(own: Callable) -> bool:
     """Return whether `own` gives the values and gradients of the kernel, with and without bias and SiLU."""
-    shown, _ = attempt(lambda function: (all(_agrees(function, taps) for taps in (2, 3, 4, 8)), None), own)
-    return bool(shown)
+    agrees, _ = attempt(lambda function: (all(_agrees(function, taps) for taps in (2, 3, 4, 8)), None), own)
+    return bool(agrees)
 
 
 def _agrees(own: Callable, taps: int) -> bool:
+    """Return whether `own` and the kernel agree for a convolution with so many taps."""
     source = probe.generator()
     drawn = [probe.randn(shape, source) for shape in ((2, 11, 6), (6, taps), (6,))]
     for activation in (None, "silu"):

@@ -1,7 +1,7 @@
-"""Proves that a backbone computes from embeddings what it computes from ids, as a capture does.
+"""Proves that a backbone computes the same from embeddings as from ids.
 
-A capture starts at the embeddings of the tokens and, in models that have them, of each layer. A backbone that reads ids
-in other places computes something else then.
+A captured backbone gets embeddings: one for each token and, in some models, one for each layer. A backbone that reads
+ids anywhere else would compute something else.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from liger_trainer.varlen.graphs.input_embeddings import PER_LAYER, InputEmbeddi
 def start_at_embeddings(
     ours, backbone: nn.Module, batch: dict[str, Any], run: Callable, apart: Callable
 ) -> tuple[tuple[str, ...], str | None]:
-    """Run `backbone` on embeddings instead of the ids of `batch`.
+    """Run `backbone` on embeddings instead of the ids of `batch`, and compare.
 
-    Returns the names of the modules that make embeddings for each layer, and what differs, or None.
+    Returns (the names of the modules that make embeddings for each layer, what differs or None).
 
     Args:
         ours ([`~transformers.PreTrainedModel`]): A small copy of a model.
@@ -39,20 +39,20 @@ def start_at_embeddings(
         return embeddings.of(call).in_place_of_ids(call)
 
     def embed_zeros(call: dict[str, Any]) -> dict[str, Any]:
-        given = embed(call)
+        embedded = embed(call)
         zeros = {}
         for name in ("inputs_embeds", PER_LAYER):
-            if given.get(name) is not None:
-                zeros[name] = torch.zeros_like(given[name])
-        return given | zeros
+            if embedded.get(name) is not None:
+                zeros[name] = torch.zeros_like(embedded[name])
+        return embedded | zeros
 
     wanted = run(ours, batch)
     with _changed_call(backbone, embed):
         differs = apart(run(ours, batch), wanted)
     if differs is not None:
         return per_layer, differs
-    # A capture fills a size up with zeros, the embedding of no id. Without embeddings for each layer, Gemma 4
-    # would look for their ids, and raise.
+    # A capture fills a size up with zeros, which are the embedding of no id. This run raises if the backbone looks up
+    # the id of each embedding, as Gemma 4 does without embeddings for each layer.
     with _changed_call(backbone, embed_zeros):
         run(ours, batch)
     return per_layer, None

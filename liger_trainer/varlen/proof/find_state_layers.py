@@ -79,7 +79,8 @@ def _binding_for(layer: nn.Module, slot: str) -> state_layers.StateBinding:
     guards = Guards(cls, [*code_guards_of(cls).lookups, *read])
     binding = state_layers.StateBinding(forward, slot, with_ours, guards)
     binding.no_capture_reason = rules.why_not_captured(own)
-    if convolution and rule and convolutions.cuts_result(own):  # a package's rule copies what is not contiguous
+    # A package's rule copies tensors that are not contiguous. Three contiguous parts save it these copies.
+    if convolution and rule and convolutions.cuts_result(own):
         in_parts = convolutions.replacement(own.__globals__, in_parts=True)
         binding.in_parts = decorated_like(decorated, forward_with_globals(own, in_parts + rule))
     return binding

@@ -1,9 +1,9 @@
-"""Masks that the model around a decoder of text makes for it, as in Gemma 4: left to the decoder, which goes by rows.
+"""Leaves the masks of text to the decoder in models that make them around it, such as Gemma 4.
 
-Where tokens of an image see each other both ways, such a mask is more than causal, and the batch stays as it is. Every
-other mask is what the decoder makes of the mask of padding. So in a call that has a plan, the functions that make masks
-return the mask of padding. The proof of `proof/backbone.py` shows it on a small copy of the whole model, without its
-towers.
+The model around the decoder makes a mask for each call. If tokens of an image see each other both ways, that mask is
+more than causal, and the batch keeps its padding. Every other mask is what the decoder itself would make of the padding
+mask, and a decoder that makes its own masks can leave padding out. So in a call that has a plan, the functions that
+make masks return the padding mask. `proof/backbone.py` proves it on a small copy of the whole model without its towers.
 """
 
 import copy
@@ -24,7 +24,7 @@ from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.proof.small_model import drawn, small_config
 from liger_trainer.varlen.unpad_plan import current_plan
 
-# The arguments of a function that makes a causal mask, with a window or without.
+# The arguments that a plain causal mask needs, with a window or without. Any other one asks for more than causal.
 _CAUSAL = {"config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "position_ids"}
 _KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")  # 0 for text
 _IMAGE_TOKEN = 41  # of a small copy; rows of text are drawn from those before it
@@ -37,11 +37,11 @@ def made_by(module: nn.Module) -> list[str]:
 
 
 def binding_for(around: nn.Module) -> tuple[Binding | None, str | None]:
-    """Return (what leaves the masks of `around` to its decoder, None), or (None, why they stay)."""
+    """Return (the binding of `around` that leaves masks to its decoder, None), or (None, why there is none)."""
     slot, reason = slot_of(around)
     if reason is not None:
         return None, reason
-    cls: Any = own_class(around)  # mypy takes no class for hashable
+    cls: Any = own_class(around)  # Any, because mypy does not consider a class hashable
     own = inspect.unwrap(cls.forward)
     replaced = tuple((name, _mask_of_padding(own.__globals__[name])) for name in made_by(around))
     guards = Guards(cls, [*code_guards_of(cls).lookups, *global_lookups(own)])
@@ -56,13 +56,14 @@ def binding_for(around: nn.Module) -> tuple[Binding | None, str | None]:
 
 @functools.cache
 def _mask_of_padding(own: Callable) -> Callable:
-    """Replace `own`, which makes masks, by a function that returns the mask of padding in a call that has a plan.
+    """Return the function that replaces `own`, which makes masks.
 
-    Where tokens of images may see each other, it is `own` that answers.
+    In a call that has a plan it returns the padding mask, unless tokens of images may see each other. In any other call
+    it calls `own`.
     """
 
     @functools.wraps(own)
-    def created(*args: Any, **kwargs: Any) -> Any:
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
         plan = current_plan()
         if plan is None or args or "attention_mask" not in kwargs:
             return own(*args, **kwargs)
@@ -71,7 +72,7 @@ def _mask_of_padding(own: Callable) -> Callable:
             return own(**kwargs)
         return kwargs["attention_mask"]
 
-    return created
+    return make_mask
 
 
 def _holds_images(call: dict[str, Any]) -> bool:
@@ -84,7 +85,8 @@ def small_whole_copy(model, seed: int, attention: str):
     """Return a small copy of a model of images and text without its towers, in fp32 and training mode on the CPU.
 
     Raises:
-        Exception: Its class needs its towers, or see `small_copy`.
+        ValueError: Its config has sizes that are not known, as in `small_copy`.
+        Exception: Any error of its class, if it cannot be built without towers.
     """
     config = copy.deepcopy(model.config)
     for name in type(config).sub_configs:
@@ -100,18 +102,20 @@ def small_whole_copy(model, seed: int, attention: str):
 
 
 def batch_of_text(model, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return `batch` with the kinds of its tokens, which are all text."""
-    return batch | {name: torch.zeros_like(batch["input_ids"]) for name in _names(model)}
+    """Return `batch` with arguments that say that all tokens are text."""
+    return batch | {name: torch.zeros_like(batch["input_ids"]) for name in _token_kind_arguments(model)}
 
 
 def batch_of_images(model, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return `batch` with images in the place of some tokens of text."""
+    """Return `batch` with image tokens in place of some tokens of text."""
     real = batch["attention_mask"].bool()
-    places = real & (torch.arange(real.shape[1]) % 5 > 2)
-    ids = batch["input_ids"].masked_fill(places, _IMAGE_TOKEN)
-    labels = batch["labels"].masked_fill(places, -100)
-    return batch | {"input_ids": ids, "labels": labels} | {name: places.long() for name in _names(model)}
+    is_image = real & (torch.arange(real.shape[1]) % 5 > 2)
+    ids = batch["input_ids"].masked_fill(is_image, _IMAGE_TOKEN)
+    labels = batch["labels"].masked_fill(is_image, -100)
+    kinds = {name: is_image.long() for name in _token_kind_arguments(model)}
+    return batch | {"input_ids": ids, "labels": labels} | kinds
 
 
-def _names(model) -> list[str]:
+def _token_kind_arguments(model) -> list[str]:
+    """Return the names of the arguments that say which tokens are text, as far as the model's forward takes them."""
     return [name for name in _KINDS_OF_TOKENS if name in inspect.signature(model.forward).parameters]

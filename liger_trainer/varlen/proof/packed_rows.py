@@ -24,7 +24,7 @@ from liger_trainer.varlen import unpadded_backbone
 from liger_trainer.varlen.model_parts import backbone_of
 from liger_trainer.varlen.proof.small_model import small_copy
 
-_SHOWN = ("eager", "sdpa")  # run on a CPU; others, such as flash-attn, read the lengths of rows
+_TESTABLE_ATTENTION = ("eager", "sdpa")  # run on a CPU; others, such as flash-attn, read the lengths of rows
 _LENGTHS = (7, 5, 11)  # the sum is prime, so no other dimension of a small copy is equal to it
 _RTOL = 1e-3  # relative to the largest hidden state; a token of another row changes it by 1e-2 or more
 _STATE_KINDS = {"linear_attention", "conv", "mamba", "recurrent", "hybrid"}  # `layer_types` of a config
@@ -59,23 +59,23 @@ def why_rows_mix(model, collate: Callable[[list[dict]], dict] | None = None) -> 
     stateful = keeps_state(model)
     attention = getattr(config, "_attn_implementation", None)
     name = f"{type(model).__name__} with attn_implementation={attention!r}"
-    unshown = f"the layers of {name} keep a state, and a small copy could not show that packed rows stay apart in it"
+    unproven = f"the layers of {name} keep a state, and a small copy could not show that packed rows stay apart in it"
     if not isinstance(backbone, PreTrainedModel):
-        return f"{unshown}: no part before its head was found" if stateful else None
+        return f"{unproven}: no part before its head was found" if stateful else None
     ours = unpadded_backbone.BackboneBinding.of(backbone)
     if ours is not None and not ours.fallback_active and ours.proven.padding_reason is None and "position_ids" in batch:
         return None
-    if attention not in _SHOWN:
+    if attention not in _TESTABLE_ATTENTION:
         if not stateful:
             return None
-        attention = "sdpa" if backbone._supports_sdpa else "eager"
+        attention = "sdpa" if backbone._supports_sdpa else "eager"  # the states mix rows with any attention
     with probe.isolated():
-        shown, failed = attempt(lambda part: _rows_stay_apart(part, attention, batch), backbone)
-    if shown is None:
-        return f"{unshown}: {failed}" if stateful else None
-    if shown.raised is not None:
-        return f"with rows packed in this way, {name} fails: {shown.raised}"
-    if shown.apart:
+        result, failed = attempt(lambda part: _rows_stay_apart(part, attention, batch), backbone)
+    if result is None:
+        return f"{unproven}: {failed}" if stateful else None
+    if result.raised is not None:
+        return f"with rows packed in this way, {name} fails: {result.raised}"
+    if result.apart:
         return None
     return f"in {name}, packed rows see each other, so that it would learn from tokens that it must not see"
 
@@ -115,12 +115,14 @@ def _rows() -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-class _Shown(NamedTuple):
+class _PackedResult(NamedTuple):
+    """What a small copy did with the packed batch: whether rows stayed apart, or the error that it raised."""
+
     apart: bool
     raised: str | None = None
 
 
-def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_Shown, None]:
+def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_PackedResult, None]:
     """Compare rows run one by one with the packed batch. An error that only the packed batch raises is a result too."""
     copy = small_copy(backbone, probe.SEED, attention).eval()
     rows = [torch.tensor([row["input_ids"]]) for row in _rows()]
@@ -129,9 +131,9 @@ def _rows_stay_apart(backbone, attention: str, batch: dict[str, Any]) -> tuple[_
         one_by_one = torch.cat([copy(input_ids=ids, use_cache=False)[0] for ids in rows], 1)
         packed, raised = attempt(lambda given: (copy(**given, use_cache=False)[0], None), batch)
     if packed is None:
-        return _Shown(False, raised), None
+        return _PackedResult(False, raised), None
     without_padding = packed[:, :total]  # the collator may have padded the end
-    return _Shown(probe.allclose_to_max(without_padding, one_by_one, _RTOL)), None
+    return _PackedResult(probe.allclose_to_max(without_padding, one_by_one, _RTOL)), None
 
 
 @contextlib.contextmanager
@@ -158,32 +160,37 @@ def kernels_in_torch(model: nn.Module) -> Iterator[None]:
 
 def kernel_behind(value: Any) -> Kernel | None:
     """Return the kernel of a package that a global of a modeling file calls, or None if it calls no package."""
-    held = choice_behind(value)
-    if held is None or held["is_new_implementation"] is not True:
+    choice = choice_behind(value)
+    if choice is None or choice["is_new_implementation"] is not True:
         return None
-    return Kernel(held["torch_function"], held["applicable_params"])
+    return Kernel(choice["torch_function"], choice["applicable_params"])
 
 
 def choice_behind(value: Any) -> dict[str, Any] | None:
-    """Return the closure that chooses between a package and transformers' own code, or None for other values."""
+    """Return the variables of the closure that chooses between a package and transformers' own code, or None.
+
+    They are local variables of transformers' decorator `use_kernel_func_from_hub_with_fallback`, among them
+    `is_new_implementation`, `torch_function`, `func_name` and `applicable_params`.
+    """
     function = type(value).forward if isinstance(value, nn.Module) else value  # `kernels` wraps a function in a module
-    for _ in range(3):
+    for _ in range(3):  # decorators may lie around the closure
         if not isinstance(function, types.FunctionType):
             return None
-        held = inspect.getclosurevars(function).nonlocals
-        if "is_new_implementation" in held:
-            return dict(held)
-        function = held.get("func")
+        variables = inspect.getclosurevars(function).nonlocals
+        if "is_new_implementation" in variables:
+            return dict(variables)
+        function = variables.get("func")
     return None
 
 
 def _row_by_row(kernel: Kernel) -> Callable:
+    """Return PyTorch code in place of the kernel: row by row if the call says where rows begin, else across them."""
     total = sum(_LENGTHS)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        told = [kwargs.pop(name, None) for name in _ROW_ARGUMENTS if name in kernel.parameters]
+        row_arguments = [kwargs.pop(name, None) for name in _ROW_ARGUMENTS if name in kernel.parameters]
         kwargs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
-        if all(rows is None for rows in told):
+        if all(rows is None for rows in row_arguments):
             return kernel.torch_function(*args, **kwargs)
         outputs = []
         start = 0

@@ -1,7 +1,8 @@
 """Tells the linear attention rules of a package where rows begin.
 
-transformers calls flash-linear-attention through a function that it chooses when a modeling file is imported. Some
-layers pass `cu_seqlens` on to that function and some do not. A replacement for the function passes it.
+A rule is the recurrence of a linear attention layer, such as the gated delta rule. transformers calls
+flash-linear-attention through a function that it chooses when a modeling file is imported. Some layers pass
+`cu_seqlens` on to that function and some do not. A replacement for the function always passes it.
 """
 
 import functools
@@ -21,7 +22,7 @@ from liger_trainer.varlen.state_layers import current_layer_rows
 _ROW_ARGUMENT = "cu_seqlens"
 _ON_HOST = "cu_seqlens_cpu"
 _CHUNKS = "chunk_indices"
-# Packages' rules that can be captured: name -> (package, versions).
+# The rules of packages that can be captured: name -> (package, the versions with which it was tried).
 _CAPTURED = {"chunk_gated_delta_rule": ("fla-core", ("0.6.0",))}
 # Layers call these for single tokens with a cache. They do not take the chunks of static rows, so calling one in a
 # capture raises `NotForRows`.
@@ -30,7 +31,7 @@ _BACKENDS = ("tilelang", "flash_qla")  # if one of these packages is installed, 
 
 
 def asks_for_device(forward: types.FunctionType) -> bool:
-    """Return whether a forward may run other code on a GPU than in a proof on a CPU."""
+    """Return whether a forward may run other code on a GPU than in a proof on a CPU, by the names in its code."""
     code = forward.__code__
     words = [word for word in code.co_consts if isinstance(word, str)]
     return bool({"is_cuda", "device"} & {*code.co_names}) or any("cuda" in word for word in (*words, *code.co_names))
@@ -71,10 +72,10 @@ def _with_rows(own: Callable, kernel: Kernel) -> Callable:
 def _row_arguments(rows: Rows, kernel: Kernel, device: torch.device) -> dict[str, Any]:
     """Return the arguments that tell a package's rule where rows begin."""
     if not isinstance(rows, StaticRows):
-        told = {_ROW_ARGUMENT: rows.offsets.to(device)}  # layers may be on several devices
+        arguments = {_ROW_ARGUMENT: rows.offsets.to(device)}  # layers may be on several devices
         if _ON_HOST in kernel.parameters:
-            told[_ON_HOST] = rows.offsets_on_host  # without it, the rule waits for the device to count chunks
-        return told
+            arguments[_ON_HOST] = rows.offsets_on_host  # without it, the rule waits for the device to count chunks
+        return arguments
     if rows.chunks is None or _CHUNKS not in kernel.parameters:
         raise NotForRows("the rule of its layers that keep a state counts the chunks of rows on the host")
     offsets, indices = rows.chunks
@@ -117,7 +118,7 @@ def _version_of(package: str) -> str:
 
 
 def _row_by_row(function: Callable, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Run a rule on each of the rows that are concatenated in (1, T, ...). Return the output, and None for a state."""
+    """Run a rule on each of the rows that are concatenated in (1, T, ...). Return (the output, None for the state)."""
     outputs = []
     start = 0
     for length in filter(None, rows.lengths):
@@ -130,4 +131,5 @@ def _row_by_row(function: Callable, rows: Rows, args: tuple, kwargs: dict[str, A
 
 
 def _narrowed(x: Any, row: slice, tokens: int) -> Any:
+    """Return the tokens of one row, if `x` is a tensor (1, T, ...); else `x`."""
     return x[:, row] if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] == tokens else x

@@ -1,6 +1,6 @@
-"""A small copy of a model, made from its config: the same class and switches with small sizes and random weights.
+"""Builds a small copy of a model from its config: the same class and options, with small sizes and random weights.
 
-A proof on it holds for the code of the model, whatever its weights, its device and how it is sharded.
+A proof on it holds for the code of the model, whatever the model's weights and device are and however it is sharded.
 """
 
 import copy
@@ -15,7 +15,7 @@ from liger_trainer.patching.core.binding import own_class
 _WIDTH = 64
 _HEADS = 4
 _HEAD_DIM = 16
-_SIZES = {
+_SIZES = {  # field of a config -> its value in the small copy, if the config has the field
     "vocab_size": 48,
     "hidden_size": _WIDTH,
     "n_embd": _WIDTH,
@@ -64,7 +64,8 @@ _SIZES = {
     "hidden_size_per_layer_input": 8,
 }
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
+_KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")  # lists that tell kinds of layers apart
+# All lists with an entry for each layer.
 _PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "activation_sparsity_pattern")
 # Heads of a state space layer, their width, and the field that says how much wider than the model they are together.
 _STATE_HEADS = (
@@ -77,24 +78,28 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are 
 
 
 def small_config(config, **sizes_of_caller: int):
-    """A copy of `config`, of a decoder of text, with small sizes, a layer of each kind, and nothing random in training.
+    """Return a copy of a text decoder's config with small sizes, a layer of each kind, and no dropout or jitter.
 
-    Layers that share weights, or keys and values, with other layers are kinds of their own. `sizes_of_caller` are for
-    fields that the config may have.
+    Layers that share weights, or keys and values, with other layers are kinds of their own. `sizes_of_caller` overrides
+    `_SIZES`, for fields that the config has.
     """
     small = copy.deepcopy(config)
     known = small.to_dict()
-    given = _SIZES | sizes_of_caller
-    sizes = {name: size for name, size in given.items() if isinstance(known.get(name), int)}
+
+    # The sizes. They have to fit together as the real ones do.
+    all_sizes = _SIZES | sizes_of_caller
+    sizes = {name: size for name, size in all_sizes.items() if isinstance(known.get(name), int)}
     sizes = {name: size for name, size in sizes.items() if known[name] != 0}  # a size of 0: the model has no such part
     grouped = known.get("num_key_value_heads") != known.get("num_attention_heads")
     is_latent = isinstance(known.get("qk_rope_head_dim"), int)
     if "num_key_value_heads" in sizes and (is_latent or not grouped):
         sizes["num_key_value_heads"] = _HEADS
-    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:  # a part of the head turns
+    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:  # rotary embeddings turn a part of the head
         turned = known["qk_rope_head_dim"] or known["head_dim"]
         sizes["head_dim"] = sizes["qk_rope_head_dim"] * known["head_dim"] // turned
     sizes |= _state_heads(known) | _wide_heads(known)
+
+    # The kind of each layer: a tuple of everything in which layers may differ.
     depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), 2)
     of_layers = [known[name] for name in _KINDS_OF_LAYERS if isinstance(known.get(name), list)]
     of_layers.append(_shared_blocks(known, depth))
@@ -107,11 +112,15 @@ def small_config(config, **sizes_of_caller: int):
     if isinstance(sparsity, list):  # how much of its MLP a layer leaves out
         of_layers.append([share > 0 for share in sparsity])
     kinds = list(zip(*of_layers, strict=False))
-    # The last layer of Gemma 4 has to attend to all tokens, and reuses keys and values where layers do.
+
+    # The layers to keep: the first of each kind, but the last of a kind that reuses keys and values. The last layer of
+    # Gemma 4 has to attend to all tokens, and it reuses keys and values where layers do.
     reusing = {kind: layer for layer, kind in enumerate(kinds) if layer >= first_reusing}
     kept = [0, 1] if not kinds else sorted({reusing.get(kind, kinds.index(kind)) for kind in kinds} | {0})
     kept = kept if len(kept) > 1 else [0, 1]
     kept = [layer for layer in kept if layer < depth]
+
+    # The fields that speak of layers, for the kept ones.
     for name in _PER_LAYER:
         if isinstance(known.get(name), list) and len(known[name]) == depth:
             setattr(small, name, [known[name][layer] for layer in kept])
@@ -125,32 +134,34 @@ def small_config(config, **sizes_of_caller: int):
     if isinstance(known.get("hybrid_layer_ids"), list):
         small.hybrid_layer_ids = [i for i, kind in enumerate(small.layers_block_type) if kind == "hybrid"]
     _keep_attention(small, known)
+
+    # All other fields.
     for name, size in sizes.items():
         setattr(small, name, size)
     if isinstance(known.get("intermediate_size"), list):  # one for each layer
-        small.intermediate_size = [given["intermediate_size"]] * len(kept)
+        small.intermediate_size = [all_sizes["intermediate_size"]] * len(kept)
     for name, value in known.items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(small, name, 0.0)
         if name in _TOKENS and value is not None:
             setattr(small, name, _TOKENS[name])
     _plain_rope(small, known.get("head_dim") or _quotient(known.get("hidden_size"), known.get("num_attention_heads")))
-    own = {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}
-    if own:
-        made = small.to_dict()
-        sizes_of_layers = {}
+    layers_with_sizes = {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}
+    if layers_with_sizes:
+        fields = small.to_dict()
+        small_layers = {}
         for i, layer in enumerate(kept):
-            if layer in own:
-                sizes_of_layers[i] = {
-                    name: max(1, size * made[name] // known[name]) for name, size in own[layer].items()
+            if layer in layers_with_sizes:
+                small_layers[i] = {
+                    name: max(1, size * fields[name] // known[name]) for name, size in layers_with_sizes[layer].items()
                 }
-        made["per_layer_config"] = sizes_of_layers
-        small = type(small)(**made)  # its constructor reads them
+        fields["per_layer_config"] = small_layers
+        small = type(small)(**fields)  # only the constructor reads `per_layer_config`
     return small
 
 
 def _state_heads(known: dict) -> dict[str, int]:
-    """Sizes of the heads of a state space layer, which together are `expand` times as wide as the model."""
+    """Return sizes for the heads of a state space layer, which together are `expand` times as wide as the model."""
     if isinstance(known.get("mamba_d_ssm"), int):  # a width of their own
         return {}
     for heads, width, expand in _STATE_HEADS:
@@ -160,7 +171,7 @@ def _state_heads(known: dict) -> dict[str, int]:
 
 
 def _wide_heads(known: dict) -> dict[str, int]:
-    """Sizes of attention that is wider than the model by a factor, as in Zamba, which attends to its embeddings too."""
+    """Return sizes for attention that is wider than the model by a factor. Zamba's attends to its embeddings too."""
     wide, width = known.get("attention_hidden_size"), known.get("hidden_size")
     if not isinstance(wide, int) or not isinstance(width, int):
         return {}
@@ -191,11 +202,11 @@ def _quotient(a, b) -> int | None:
 
 
 def _plain_rope(config, head_dim: int | None) -> None:
-    """Lists of factors have the length of a head of the real size, `head_dim`: the default takes their place."""
+    """Replace rotary parameters with lists of factors by the default ones: the lists fit the real `head_dim` only."""
     for name in ("rope_parameters", "rope_scaling"):
-        rope = vars(config).get(name)  # and not getattr: newer configs have the old name as an alias that warns
+        rope = vars(config).get(name)  # not getattr, because newer configs have the old name as an alias that warns
         if isinstance(rope, dict):
-            # Queries are scaled by how many times their position has this number in it
+            # Queries are scaled by a function of position // this number. With 4, positions in a proof reach it.
             scaled = {"original_max_position_embeddings": 4} if "llama_4_scaling_beta" in rope else {}
             setattr(config, name, _without_lists(rope) | _sections(rope, head_dim) | scaled)
 
@@ -211,6 +222,7 @@ def _sections(rope: dict, head_dim: int | None) -> dict[str, list[int]]:
 
 
 def _without_lists(rope: dict) -> dict:
+    """Return rotary parameters without lists, also if there is a dict of them for each kind of layer."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {name: _without_lists(value) if isinstance(value, dict) else value for name, value in rope.items()}
     if not any(isinstance(value, list) for value in rope.values()):
@@ -220,20 +232,20 @@ def _without_lists(rope: dict) -> dict:
 
 
 def small_copy(module, seed: int, attention: str = "sdpa"):
-    """Return a model of the class of `module`, which has a `config`, in fp32 and training mode on the CPU.
+    """Return a small model of the class of `module`, which has a `config`, in fp32 and training mode on the CPU.
 
     Raises:
         ValueError: Its config has sizes that are not known here, so that the copy would not be small.
     """
     config = small_config(module.config)
-    with set_zero3_state():  # under ZeRO-3 every model is divided among the ranks, but for those within this
+    with set_zero3_state():  # under ZeRO-3, models built outside of this context are divided among the ranks
         return drawn(
             lambda: own_class(module)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed
         )
 
 
 def drawn(build: Callable[[], nn.Module], seed: int):
-    """Build a model on the CPU, in training mode, with random weights. ValueError if it is not small."""
+    """Return the model of `build` on the CPU, in training mode, with random weights. ValueError if it is not small."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in build().parameters())
     if size > _MOST_PARAMETERS:
@@ -243,7 +255,8 @@ def drawn(build: Callable[[], nn.Module], seed: int):
         model = build()
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # as initialised, attention would be the same everywhere
+        # With transformers' initial weights, attention would be nearly the same everywhere, and hide an error.
+        for name, parameter in model.named_parameters():
             random = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
             norm = "norm" in name and parameter.ndim == 1
             parameter.copy_(1 + 0.1 * random if norm else 2 * random / max(1, parameter.shape[-1]) ** 0.5)

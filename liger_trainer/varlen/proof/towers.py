@@ -1,8 +1,10 @@
-"""Attentions of vision and audio towers that attend within segments, one call for all of them.
+"""Runs the attention of vision and audio towers once for all segments (images or windows), not once for each.
 
-A patched attention runs its own code, which is told that all tokens are one segment. Its one call of the attention
-function then gets the true segments (`liger_trainer.varlen.segments`). The proof runs a clone of the module in training
-mode with its own split and with ours; values and gradients must agree.
+A tower is the encoder of images or sound next to a decoder of text. Its attention splits the tokens into segments and
+calls the attention function for each. A patched attention runs the same code, which is told that all tokens are one
+segment. So it calls the attention function once, and that call gets the true segments
+(`liger_trainer.varlen.segments`). The proof runs clones of the module in training mode with its own split and with
+ours. Values and gradients must agree.
 """
 
 import functools
@@ -28,7 +30,7 @@ _RTOL = 1e-4  # of the largest element, in fp32; a token of another segment move
 
 
 class TowerBinding(Binding):
-    """The binding of a tower's attention, around other bindings of it."""
+    """The binding of a tower's attention. It may lie around another binding of the same module, and then calls it."""
 
     key = "_liger_tower"
 
@@ -41,8 +43,9 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    cls, config = own_class(module), getattr(module, "config", None)
-    attention = getattr(config, "_attn_implementation", None)
+    """Return why the attention of `module` cannot be ours, or None."""
+    cls = own_class(module)
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if not (comes_from(cls.forward, "transformers.") and cls.__module__.startswith("transformers.")):
         return f"{cls.__name__} is not a class of transformers with its own forward"
     if attention != "sdpa":
@@ -52,24 +55,25 @@ def _why_not(module: nn.Module) -> str | None:
 
 @functools.cache
 def _forward_of(cls: type[nn.Module]) -> Callable:
-    at = list(inspect.signature(cls.forward).parameters).index(_OFFSETS) - 1  # among the arguments after `self`
+    """Make the forward to bind to attentions of one class."""
+    at = list(inspect.signature(cls.forward).parameters).index(_OFFSETS) - 1  # place of the offsets after `self`
 
     @in_place_of(cls.forward)
     def forward(self, *args, **kwargs):
         offsets = args[at] if len(args) > at else kwargs.get(_OFFSETS)
-        plain = offsets is None or torch.compiler.is_compiling() or self.config._attn_implementation != "sdpa"
-        if plain or registry.why_attention_is_not_ours(self) is not None:
+        is_stock = offsets is None or torch.compiler.is_compiling() or self.config._attn_implementation != "sdpa"
+        if is_stock or registry.why_attention_is_not_ours(self) is not None:
             return call_previous(self, TowerBinding, args, kwargs)
         segments = segments_of(offsets)
         if len(args) > at:
-            given, named = (*args[:at], segments.whole, *args[at + 1 :]), kwargs
+            whole_args, whole_kwargs = (*args[:at], segments.whole, *args[at + 1 :]), kwargs
         else:
-            given, named = args, kwargs | {_OFFSETS: segments.whole}
+            whole_args, whole_kwargs = args, kwargs | {_OFFSETS: segments.whole}
         try:
             with use_segments(segments):
-                found = call_previous(self, TowerBinding, given, named)
+                output = call_previous(self, TowerBinding, whole_args, whole_kwargs)
             if segments.calls == 1:
-                return found
+                return output
             reason = f"it asks for attention {segments.calls} times"
         except NotInSegments as error:
             reason = str(error)
@@ -99,6 +103,7 @@ def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
 
 
 def _drawn(module: nn.Module) -> nn.Module:
+    """Return a clone in training mode with random weights."""
     copy = probe.clone(module, probe.generator())
     with torch.no_grad():
         for parameter in copy.parameters():  # with `clone`'s values, each token would attend to one other alone
