@@ -1,8 +1,9 @@
 """Measures speculative heads on the greedy text of their own model.
 
-With y the greedy text, guess k at the place before y[i] is right if it is y[i + k]. The acceptance length is the number
-of tokens that a forward pass of a decoder yields. One pass of the model over a text that is there already tells it:
-walk the text as a decoder would; if at i the first a guesses are right and the next one is not, go on at i + a + 1.
+With y the greedy text, guess k at the position before y[i] is right if it is y[i + k]. The acceptance length is the
+number of tokens that a decoder gets from one forward pass. No decoding is needed to measure it: after one pass of the
+model over the finished text, `simulate_decoding` walks the text as a decoder would. If at i the first a guesses are
+right and the next one is not, the decoder goes on at i + a + 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +22,12 @@ class Acceptance:
 
     Attributes:
         rows, tokens (`int`): Prompts, and tokens of the texts after them.
-        accuracy: For each guess, the share of positions at which it is right, after the right tokens.
-        accepted: For each guess, how often it was accepted where all before it were right. None: it was never reached.
-        tokens_per_pass: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
+        accuracy (`list[float]`): For each guess, the fraction of positions where it is right, given the right tokens
+            before it.
+        accepted (`list`): For each guess, the fraction of decoding steps in which it was accepted, of those in which
+            all guesses before it were right. None: there was no such step.
+        tokens_per_pass (`float`): Tokens per forward pass, without the pass over the prompt and the token from it. It
+            is 1 without heads.
     """
 
     rows: int
@@ -33,7 +37,10 @@ class Acceptance:
     tokens_per_pass: float
 
     def table(self, title: str, guess: str, without: str) -> str:
-        """Lines that show it: a title, each guess by the name `guess`, and the tokens of a pass."""
+        """Return lines for the terminal: a title, a line for each guess, and the tokens per pass.
+
+        `guess` heads the column of guesses, and `without` says what a decoder with 1 token per pass lacks.
+        """
         lines = [title, f"  {guess}   accuracy   accepted after those before it"]
         for k, (right, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
             shown = "-" if accepted is None else f"{accepted:.3f}"

@@ -1,6 +1,7 @@
-"""Answer the calls of a model with a fused LM head: one function for each kind of `HeadRequest`.
+"""Answers the calls of a model with a fused LM head: one function for each kind of `HeadRequest`.
 
-Each answer runs the model's own forward with stand-ins for the logits, and makes of its outputs what is asked for.
+Each of them runs the model's own forward with stand-ins for the logits, and computes from its outputs what the call
+asks for.
 """
 
 import copy
@@ -43,7 +44,7 @@ def answer(call: ModelCall) -> Any:
         return _smoothed_loss(call)
     if call.skip_logits:
         return _from_stand_ins(call, functools.partial(_own_outputs, call))
-    # A call inside another one, which has stand-ins: this one gets real logits.
+    # None: real logits, even if this call runs inside another one that has stand-ins.
     outputs = intercept(call.head, None, call.run)
     return _own_outputs(call, outputs) if call.request.token_predictions else outputs
 
@@ -61,19 +62,21 @@ class _StandIns:
         self._made: list[weakref.ref[DeferredLogits]] = []
 
     def __call__(self, hidden: torch.Tensor, vocab_size: int) -> DeferredLogits | None:
-        # The loss would be computed in another mode than the head was called in, or a checkpoint would not find it.
+        # The head is called under another gradient mode than the model, or inside a checkpoint. The loss, which runs
+        # after that, would be computed in the wrong mode, or the checkpoint's second run would not match the first.
         if _gradient_modes() != self._gradient_modes:
             return None
         if self._longest_rows is not None and hidden.shape[-2] > self._longest_rows:
             return None
-        # PEFT wraps a head that it saves, and the wrapper may be the sharded unit: parameters are read in calls of it.
+        # The head of the call, not the module that was called inside it: PEFT wraps a head that it saves, and the
+        # wrapper may be the sharded unit, whose calls gather the parameters.
         logits = defer_logits(hidden, self._call.head, vocab_size)
         if not torch.compiler.is_compiling():
             self._made.append(weakref.ref(logits))
         return logits
 
     def materialize_kept(self) -> None:
-        """Make those real that the model has kept: the head's weights will change."""
+        """Build the logits of stand-ins that the model has kept. Later the head's weights will have changed."""
         for reference in self._made:
             logits = reference()
             if logits is not None:
@@ -81,7 +84,7 @@ class _StandIns:
 
 
 def _gradient_modes() -> tuple[bool, Any]:
-    """Return whether gradients are on, and the checkpoint that we are in, if any: it would call the head again."""
+    """Return whether gradients are on, and the hook of the innermost checkpoint, which would call the head again."""
     if torch.compiler.is_compiling():
         return torch.is_grad_enabled(), None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -90,14 +93,15 @@ def _gradient_modes() -> tuple[bool, Any]:
 
 
 def _run_with_stand_ins(call: ModelCall, stand_ins: MakeStandIn) -> Any:
-    """Run the model's own forward. The head returns stand-ins to it, or real logits if it cannot be fused now.
+    """Run the model's own forward. The head returns stand-ins, or real logits if it cannot be fused now.
 
     Adapters and hooks come and go after patching, so every call asks again (`ModelCall.unfused`). The head also returns
-    real logits where gradients are switched inside the forward, or in a checkpoint.
+    real logits if gradients are switched inside the forward, or inside a checkpoint (`_StandIns`).
     """
     reason = call.unfused
     if not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback():
-        # The functions that would get a stand-in are compiled one by one, and cannot be.
+        # A callback without a traced call: Dynamo compiles functions of the model one by one. Those that get a stand-in
+        # cannot be compiled.
         reason = "torch.compile has not compiled its call as a whole"
         torch.compiler.disable(report_unfused)(call.model, reason)
     elif reason is not None:
@@ -109,17 +113,20 @@ def _run_with_stand_ins(call: ModelCall, stand_ins: MakeStandIn) -> Any:
 
 
 def _outputs_with_stand_ins(call: ModelCall) -> Any:
-    """Return the outputs of the model's own forward, with stand-ins, by the gradient mode and the adapters of now."""
+    """Return the outputs of the model's own forward, with stand-ins.
+
+    A consumer may change the gradient mode or the adapters before it calls this, so both are looked up again.
+    """
     unfused = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
     return _run_with_stand_ins(call._replace(unfused=unfused), _StandIns(call))
 
 
 def _from_stand_ins(call: ModelCall, use: Callable[[Any], Any]) -> Any:
-    """Return `use(outputs)` of the model's own forward. A stand-in that the model has kept then becomes real."""
+    """Return `use(outputs)` of the model's own forward. Stand-ins that the model has kept then become real."""
     stand_ins = _StandIns(call)
     outputs = _run_with_stand_ins(call, stand_ins)
     result = use(outputs)
-    del outputs  # its stand-ins have not been kept
+    del outputs  # the last reference to stand-ins that the model has not kept
     stand_ins.materialize_kept()
     return result
 
@@ -140,12 +147,13 @@ def _without_stand_ins(outputs: Any) -> Any:
     if not isinstance(outputs, ModelOutput):
         return tree_map(materialize, outputs, is_leaf=lambda x: x is not outputs)
     stand_ins = [name for name, value in outputs.items() if isinstance(value, DeferredLogits)]
-    # Traced copies have no keys to compare.
+    # Fast: outputs with the fields of their class are built again. A traced output has no keys to compare.
     if torch.compiler.is_compiling() or vars(outputs).keys() == getattr(outputs, "__dataclass_fields__", {}).keys():
         return type(outputs)(**{name: value for name, value in outputs.items() if name not in stand_ins})
-    outputs = copy.copy(outputs)  # it has more than its class; this takes longer
+    # Slow: these have more attributes than the fields of their class, so they are copied.
+    outputs = copy.copy(outputs)
     for name in stand_ins:
-        OrderedDict.__delitem__(outputs, name)  # a `ModelOutput` refuses
+        OrderedDict.__delitem__(outputs, name)  # `ModelOutput` forbids deletion
         object.__setattr__(outputs, name, None)
     return outputs
 
@@ -157,8 +165,8 @@ def _field(outputs: object, name: str) -> Any:
 
 # Scores of each label
 
-# Classes that have returned the auxiliary loss of experts from their own forward. For the others each call has a hook
-# on the backbone, and a backbone with a new hook is not replayed (`varlen/snapshot.py`).
+# Classes that have returned the auxiliary loss of experts from their own forward. For the others each call puts a hook
+# on the backbone, and a backbone with a new hook is not replayed (`varlen/graphs/snapshot.py`).
 _computes_aux_loss: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -199,19 +207,20 @@ def _smoothed_loss(call: ModelCall) -> FusedLMOutput:
     """Answer a call with `label_smoothing` alone as `LabelSmoother` of transformers does, without an auxiliary loss."""
     call = call._replace(
         options=dataclasses.replace(call.options, temperature=1.0),
-        # The sum of log-probabilities is enough, and it has one gradient for all labels.
+        # The loss needs only the sum of the log-probabilities, so all labels get the same gradient.
         request=dataclasses.replace(call.request, token_outputs=(), uniform_grad=True),
     )
     fields = _from_stand_ins(call, functools.partial(_score_fields, call))
     loss = fields["loss"]
     if call.kwargs.get("num_items_in_batch") is None:
         has_labels = fields["label_mask"].any()
-        loss = torch.where(has_labels, loss, torch.nan)  # `LabelSmoother` divides 0 by 0, TRL's calls do not
+        # Without labels `LabelSmoother` divides 0 by 0. TRL does not, and neither does `_score_fields`.
+        loss = torch.where(has_labels, loss, torch.nan)
     return FusedLMOutput(loss=loss, predictions=fields["predictions"])
 
 
 def _score_fields(call: ModelCall, outputs: Any) -> dict[str, Any]:
-    """Compute the fields of `FusedLMOutput` that `call` asks for, from what the model's own forward has returned."""
+    """Compute the fields of `FusedLMOutput` that `call` asks for, from the outputs of the model's own forward."""
     options = call.options
     wanted = call.token_outputs
     all_logits = _field(outputs, "logits")
@@ -244,10 +253,10 @@ def _score_fields(call: ModelCall, outputs: Any) -> dict[str, Any]:
 
 
 def _aux_loss_as_trl(call: ModelCall, router_logits: list[Any]) -> torch.Tensor | float:
-    """Compute Mixtral's auxiliary loss of experts, as TRL does for a model that asks for router logits and has none.
+    """Compute Mixtral's auxiliary loss of experts, as TRL does for a model that computes none itself.
 
     Raises:
-        ValueError: The model lacks what this loss needs.
+        ValueError: The backbone returned no router logits, or the config has no `num_experts`.
     """
     model_config: Any = call.model.config
     config = model_config.get_text_config()

@@ -1,4 +1,4 @@
-"""Bind the forward of a model with a fused LM head: the model's own `forward` runs, and the loss needs no logits.
+"""Binds the forward of a model with a fused LM head: the model's own `forward` runs, and the loss needs no logits.
 
 `install_fused_head(model)` binds it. A call says by a `HeadRequest`, or by keywords, what it asks for:
 
@@ -10,7 +10,8 @@
 - `run_request(model, HeadRequest(logits_consumer=f), ...)`: `f` makes the answer from stand-ins for the logits.
 - Any other call is left to the model's own forward.
 
-A call first decides whether padding is left out (`varlen/decide.py`), then `answers.py` makes the answer.
+In each call the forward first decides whether padding is left out (`varlen/decide.py`). Then `answers.py` makes the
+answer.
 """
 
 import functools
@@ -44,7 +45,7 @@ from liger_trainer.varlen.unpad_plan import cache_of, tokens_of, use_plan
 from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 from liger_triton.devices import runs_kernels
 
-_OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # TRL's ORPO and CPO log the mean over padding too
+_OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # these cover padding: TRL's ORPO and CPO log means over it too
 
 
 def install_fused_head(
@@ -52,16 +53,17 @@ def install_fused_head(
 ) -> str | None:
     """Bind the fused forward to `model`. If it is bound already, change only `options` and `report_entry`.
 
-    If the head cannot be fused, because of a DoRA on it for example, the model answers the same calls from real logits.
+    If the head cannot be fused, for example because of a DoRA on it, the model answers the same calls from real logits.
     A model without a head is left alone.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model with an LM head.
         options (`HeadOptions`, *optional*): Defaults of calls with `fused_lm_head=True`.
-        report_entry (`ReportEntry`, *optional*): What is told if the head stops being fused. Unset: as given before.
+        report_entry (`ReportEntry`, *optional*): The entry of the report that says if the head stops being fused.
+            Unset: the earlier one stays.
 
     Returns:
-        `str` or `None`: None where the head is fused, else why real logits are built.
+        `str` or `None`: None if the head is fused, else why real logits are built.
 
     Raises:
         ValueError: `options.outputs` has an unknown name.
@@ -102,7 +104,7 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
         request = HeadRequest.taken_from(kwargs)
         call = _model_call(self, request, args, kwargs)
         if request.replaces_loss and takes_cache and cache_of(kwargs) is None:
-            kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default, since only scores are wanted
+            kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default: a call for scores reads no cache
         backbone = bound_backbone(self)
         if backbone is None:
             return answer(call)
@@ -115,17 +117,17 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
             _why_padding_would_be_missed(call),
             call.options.sharing,
         )
-        with use_plan(decision.plan):  # None too: calls may lie in others
+        with use_plan(decision.plan):  # also None, because this call may run inside another one that has a plan
             return answer(call)
 
     return forward
 
 
 def _generates_on_a_cpu(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call without gradients continues rows by a cache, where no kernel of ours runs.
+    """Return whether a call, made without gradients, continues rows with a cache on a CPU, where no kernel runs.
 
-    For a few tokens the kernels' plain PyTorch versions, and the checks around them, take longer than the modules' own
-    code. All other calls stay as they are, so that every pass of a training computes the same numbers.
+    Such a call runs the modules' own code: for a few tokens it takes less time than the kernels' plain PyTorch versions
+    and the checks around them. Other calls keep our code, so that every pass of a training computes the same numbers.
     """
     if torch.compiler.is_compiling() or cache_of(kwargs) is None or HeadRequest.is_in(kwargs):
         return False
@@ -140,7 +142,7 @@ def _generates_on_a_cpu(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def _model_call(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
     """Find out what a call of `model` needs of the head, and whether the head can be fused now."""
-    # The bound model is transformers' own, so that nothing has to be unwrapped here.
+    # The bound model is transformers' own, so nothing has to be unwrapped here.
     bound = FusedHeadBinding.of(model)
     assert bound is not None and not bound.fallback_active, "a binding that has been removed falls back"
     options = bound.options
@@ -149,7 +151,7 @@ def _model_call(model: nn.Module, request: HeadRequest, args: tuple[Any, ...], k
     replaces_loss = request.replaces_loss
     skip_logits = not replaces_loss and _skips_logits(model, request, kwargs)
     unfused = None
-    if replaces_loss or skip_logits:  # generation has no use for the answer
+    if replaces_loss or skip_logits:  # other calls, such as generation's, get real logits whatever the reason
         unfused = why_not_fusable(head, options.cast_lm_head_to_fp32)
     return ModelCall(model, bound, head, args, kwargs, options, request, skip_logits, unfused)
 
@@ -167,7 +169,7 @@ def _skips_logits(model: nn.Module, request: HeadRequest, kwargs: dict[str, Any]
 
 
 def _why_padding_is_read(call: ModelCall, backbone: BackboneBinding) -> str | None:
-    """Name what the answer has of every position, padding included, or return None."""
+    """Return which output of the call covers every position, padding included, or None."""
     request = call.request
     if request.logits_consumer is not None:
         return None  # `shift_labels` say which positions are scored
@@ -180,7 +182,10 @@ def _why_padding_is_read(call: ModelCall, backbone: BackboneBinding) -> str | No
 
 
 def _why_padding_would_be_missed(call: ModelCall) -> str | None:
-    """Name what would see zeros where stock computes padding: code of the user's, or a head that is not fused."""
+    """Return what would see zeros where the stock code computes padding, or None.
+
+    That is code of the user's around the model, or a head that is not fused.
+    """
     replaced = replaced_forward(call.model, call.bound.previous)
     if replaced is not None:
         return f"{replaced} on the {type(call.model).__name__} may read what is computed for padding"

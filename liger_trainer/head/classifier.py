@@ -1,8 +1,9 @@
-"""Classification heads of transformers: the backbone runs on real tokens, and the head pools one of each row.
+"""Binds the forward of models with a classification head, so that their backbone runs on real tokens.
 
-`GenericForSequenceClassification` scores every position, and returns the score of the last token that does not have the
-id of padding. So the position that a row is judged by depends on ids, not on the mask. If all rows of a call are judged
-by real tokens, padding is left out. In any other call the model's own code runs on the batch as it is.
+transformers' `GenericForSequenceClassification` scores every position, and returns the score of the last token of each
+row whose id is not the padding id. So the position that a row is judged by depends on ids, not on the mask. If all rows
+of a call are judged by real tokens, padding is left out. In any other call the model's own code runs on the batch as it
+is.
 """
 
 import functools
@@ -52,7 +53,7 @@ def _forward_of(model_class: Any) -> Callable:
     @in_place_of(model_class.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound, backbone = ClassifierBinding.of(self), bound_backbone(self)
-        if self.training and cache_of(kwargs) is None:  # no step reads it
+        if self.training and cache_of(kwargs) is None:  # a training step reads no cache
             kwargs["use_cache"] = bool(kwargs.get("use_cache"))
         plan = None
         marked = None if bound is None or backbone is None or bound.fallback_active else _with_pooled(self, kwargs)
@@ -71,12 +72,15 @@ def _forward_of(model_class: Any) -> Callable:
 
 
 def _with_pooled(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Return `call` with `shift_labels` that mark the position each row is judged by, or None if it is not known."""
+    """Return `call` with `shift_labels` that mark the position by which each row is judged, or None if it is not known.
+
+    `decide` then keeps the padding of a batch in which a padding position is marked, as it does for labels.
+    """
     ids = call.get("input_ids")
     pad = model.config.get_text_config().pad_token_id
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or pad is None:
         return None
-    values = values_of(ids)[0].cpu()  # waits for the device, where the values are not known on the host
+    values = values_of(ids)[0].cpu()  # waits for the device if the host does not know the values
     columns = torch.arange(values.shape[1], device="cpu", dtype=torch.int32)
     pooled = (columns * (values != pad)).argmax(-1)  # as transformers does
     marks = torch.full_like(values, -100)

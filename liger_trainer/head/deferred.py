@@ -1,19 +1,20 @@
-"""Stand in for logits: what a captured LM head returns.
+"""The stand-in for logits that an intercepted LM head returns.
 
 `DeferredLogits` holds the head's input in place of logits. It records what models do to logits before the loss:
 scaling, soft-capping (`c * tanh(z / c)`), casts, a slice of the vocabulary (`recorded.py`). A choice of rows, or
 another shape for them, is applied to the head's input at once, because each row of logits depends on one row of input.
-Where it meets `torch.nn.functional.cross_entropy`, the fused kernel computes the loss from the recorded hidden states.
+When `torch.nn.functional.cross_entropy` gets a stand-in, the fused kernel computes the loss from its hidden states.
 
-Any other operation that reads gets real logits, from the head's own forward with the autocast and the gradients of its
-call. From then on the other stand-ins of this call run what they have recorded on these logits when they are read.
+Any other operation that reads gets real logits, from the head's own forward, with the autocast and the gradient mode of
+the head's call. From then on, the other stand-ins of this call run their recorded steps on these logits when they are
+read.
 
 A write into a stand-in is an error: others may have been made from it, and would have to change too. A write into real
-logits (a view that was read) is an error at the next use of a stand-in that was made from them before, as far as
-PyTorch counts writes. It does not count them through `numpy`, in inference mode or in traced code.
+logits (through a view that was read) is an error at the next use of a stand-in that was made from them before, as far
+as PyTorch counts writes. It does not count them through `numpy`, in inference mode or in traced code.
 
-It is a plain class with `__torch_function__` and not a tensor subclass: a tensor without storage answers C++ code that
-should have failed, and `torch.compile` traces the methods of a plain class without a graph break.
+It is a plain class with `__torch_function__`, not a tensor subclass. C++ code would accept a tensor without storage
+where it should fail, and `torch.compile` traces the methods of a plain class without a graph break.
 """
 
 import contextlib
@@ -49,8 +50,8 @@ class DeferredLogits:
         recorded (`RecordedLogits`): What the logits are, as a function of the head's input.
         head (`nn.Module`): The LM head.
         call_state (`HeadCallState`): State of the head's call.
-        source (`DeferredLogits`, *optional*): The stand-in that this one is made of. Unset: the head has returned it.
-        step (`Callable`, *optional*): The operation that makes these logits of the real ones of `source`.
+        source (`DeferredLogits`, *optional*): The stand-in that this one is made from. Unset: the head returned it.
+        step (`Callable`, *optional*): The operation that makes these logits from the real logits of `source`.
     """
 
     # `__dict__` stays empty. Under ZeRO-3, DeepSpeed looks for weights in `vars` of what a module returns, and
@@ -84,7 +85,7 @@ class DeferredLogits:
         source: "DeferredLogits | None" = None,
         step: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        # `__setattr__` of this class would be one more call of Python for each of these.
+        # Faster than `self.x = x`, which calls the `__setattr__` of this class.
         set_slot = object.__setattr__
         set_slot(self, "recorded", recorded)
         set_slot(self, "head", head)
@@ -96,7 +97,7 @@ class DeferredLogits:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """Return the rows of the head's input that these logits are made of, (..., H)."""
+        """Return the rows of the head's input that these logits are made from, (..., H)."""
         return self.recorded.hidden
 
     @property
@@ -126,7 +127,7 @@ class DeferredLogits:
     def dim(self) -> int:
         return self.hidden.ndim
 
-    if TYPE_CHECKING:  # of `RULES`
+    if TYPE_CHECKING:  # set at the end of this file, like all methods in `RULES`
 
         def __getitem__(self, index: Any) -> Any: ...
 
@@ -138,12 +139,15 @@ class DeferredLogits:
 
     @property
     def may_record(self) -> bool:
-        """Return whether operations may be recorded now: on logits that are not real, with the gradients they have."""
+        """Return whether operations may be recorded now.
+
+        Not if the logits are real already, and not under `no_grad` if they were made with gradients.
+        """
         return not self.call_state.is_materialized and (torch.is_grad_enabled() or not self.call_state.grad)
 
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method `name` of these logits, which only reads. If `RULES` has a rule, return another stand-in."""
-        # A method with keywords is recorded only if its rule reads them: another one might change what it computes.
+        # With keywords, a method is recorded only if its rule reads them. Others could change the result unnoticed.
         recorded = None
         if name in RULES and self.may_record and (not kwargs or name in TAKES_KEYWORDS):
             recorded = RULES[name](self.recorded, *args, **kwargs)
@@ -192,11 +196,11 @@ class DeferredLogits:
         return tuple(on_device)
 
     def materialize(self, operation: str | None = None) -> torch.Tensor:
-        """Return the real logits, from the head's own forward. `operation` needs them, which is logged once.
+        """Return the real logits, from the head's own forward. `operation`, which needs them, is logged once.
 
         Raises:
-            RuntimeError: The head's input or the real logits of `source` have been changed in place, or this is read
-                inside an `autograd.Function`.
+            RuntimeError: The head's input or the real logits of `source` have been changed in place, or the logits are
+                read inside an `autograd.Function`.
         """
         if self.call_state.grad and not torch.is_grad_enabled():
             _refuse_in_a_function()
@@ -215,10 +219,10 @@ class DeferredLogits:
         if self._source is None or self._step is None:
             with self.call_state.under_autocast():
                 logits = plain_forward(self.head, self.hidden).to(self.device)
-            # All that is made of these logits is real from now on. A kernel would not see a hook that is put on them.
+            # No stand-in of this call is fused from now on: the kernel would not see a hook on the real logits.
             self.call_state.is_materialized = True
             return logits
-        # The step runs now, though the model has called it earlier: only a write in between makes a difference.
+        # The model called the step earlier, and it runs only now. Only a write in between could change its result.
         source = self._source.materialize()
         if was_written(source, self._source._real_version):
             raise RuntimeError(
@@ -232,7 +236,7 @@ class DeferredLogits:
             raise AttributeError(name)
         if name == "data":  # writes into it are not counted
             _refuse_write(name)
-        if writes(name):  # at the call, since `hasattr` only asks
+        if writes(name):  # raise when it is called, because `hasattr` only asks
             return functools.partial(_refuse_write, name)
         return getattr(self.materialize(name), name)
 
@@ -296,7 +300,7 @@ def _refuse_write(name: str, *args: object, **kwargs: object) -> NoReturn:
 
 
 def _refuse_to_change(changed: object, name: str) -> None:
-    """Raise RuntimeError if what the function `name` changes is a stand-in, or has one."""
+    """Raise RuntimeError if the argument that the function `name` changes is a stand-in, or holds one."""
     if any(isinstance(x, DeferredLogits) for x in tree_leaves(changed)):
         _refuse_write(name)
 
@@ -304,8 +308,9 @@ def _refuse_to_change(changed: object, name: str) -> None:
 def _refuse_in_a_function() -> None:
     """Raise RuntimeError inside an `autograd.Function`, where a stand-in would count as a constant, without gradients.
 
-    Such a function switches forward-mode AD off as well as gradients, in C++, and `torch.no_grad` gradients alone. It
-    leaves no other trace: its `apply` is not Python code since torch 2.15. In inference mode no gradient is expected.
+    The function is recognised by forward-mode AD: it switches that off together with gradients, and `torch.no_grad`
+    only gradients. It leaves no other trace, because its `apply` is not Python code since torch 2.15. In inference mode
+    no gradient is expected, so nothing is raised.
     """
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled():
         return
@@ -336,7 +341,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Compute `torch.nn.functional.cross_entropy`, by the fused kernel where it computes the same."""
+    """Compute `torch.nn.functional.cross_entropy`, with the fused kernel for the arguments that it supports."""
     if (
         not isinstance(input, DeferredLogits)
         or not input.may_record

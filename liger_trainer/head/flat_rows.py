@@ -1,4 +1,4 @@
-"""The real tokens of a batch, one after the other, as a drafter computes them: padded and packed rows are one case."""
+"""Lays out the real tokens of a batch one after the other, as a drafter computes them, for padded and packed rows."""
 
 from typing import Any, NamedTuple
 
@@ -7,14 +7,14 @@ import torch
 from liger_trainer.head.targets import head_targets, token_positions
 from liger_trainer.varlen.host_copies import sent, values_of
 
-_READ = ("input_ids", "labels", "position_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")  # of a batch
+_READ = ("input_ids", "labels", "position_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")  # fields of a batch
 
 
 class FlatRows(NamedTuple):
     """The T real tokens of a batch (B, S).
 
     Attributes:
-        places (`torch.Tensor`): (T,) int64, where each token is in the batch of B * S.
+        places (`torch.Tensor`): (T,) int64, the index of each token among the B * S positions of the batch.
         ids (`torch.Tensor`): (T,) int64.
         positions (`torch.Tensor`): (T,) int64, in its document.
         offsets (`torch.Tensor`): (documents + 1,) int32: where each document begins, and T.
@@ -29,13 +29,14 @@ class FlatRows(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
+        """Return the tokens of the longest document."""
         return max(self.lengths)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of `x` (B, S, ...) or, if the model left padding out itself, (1, T, ...), that are real: (T, ...).
+        """Return the real tokens (T, ...) of `x`: (B, S, ...) or, if the model left padding out itself, (1, T, ...).
 
-        ValueError if `x` has neither number of tokens.
+        Raises:
+            ValueError: `x` has neither number of tokens.
         """
         flat = x.flatten(0, 1)
         if len(flat) == len(self.places):
@@ -49,9 +50,9 @@ class FlatRows(NamedTuple):
 
 
 def flat_rows(inputs: dict[str, Any]) -> FlatRows:
-    """Find the documents of a batch, as `token_positions` does.
+    """Find the real tokens of a batch and the documents that they belong to, by `token_positions`.
 
-    A batch of our trainers' dataloaders is known on the host. For another one this waits for the device.
+    The host knows the values of a batch from our trainers' dataloaders. For any other batch it waits for the device.
     """
     given = {name: inputs[name] for name in _READ if inputs.get(name) is not None}
     known = dict(zip(given, values_of(*given.values()), strict=True))
@@ -69,14 +70,14 @@ def flat_rows(inputs: dict[str, Any]) -> FlatRows:
     starts = begins.nonzero()[:, 0]
     offsets = torch.cat([starts, starts.new_tensor([len(places)])]).int()
     lengths = offsets.diff().tolist()
-    found = places, ids.flatten()[places], positions, offsets
+    tensors = places, ids.flatten()[places], positions, offsets
     if ids.device != inputs["input_ids"].device:
-        found = tuple(sent(x, inputs["input_ids"].device) for x in found)
-    return FlatRows(*found, lengths)
+        tensors = tuple(sent(x, inputs["input_ids"].device) for x in tensors)
+    return FlatRows(*tensors, lengths)
 
 
 def one_row(ids: torch.Tensor) -> FlatRows:
-    """The row `ids` (1, n)."""
+    """Return the one row `ids` (1, n), without padding, as `FlatRows`."""
     return flat_rows({"input_ids": ids, "labels": ids})
 
 

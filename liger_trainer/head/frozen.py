@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def as_served(model: nn.Module) -> Iterator[None]:
-    """Context manager: the frozen model runs as it will be served, without dropout and without a graph."""
+    """Context manager: the frozen model runs as it will be served, without dropout and without an autograd graph."""
     training = model.training
     model.eval()
     try:

@@ -1,6 +1,6 @@
-"""Find the LM head of a model, say whether it can be fused, read its parameters, and bind its forward.
+"""Finds the LM head of a model, says whether it can be fused, reads its parameters, and binds its forward.
 
-A head is fused where its output is `x @ W.T + b`, with at most one plain LoRA on top. Its parameters are used only
+A head can be fused if its output is `x @ W.T + b`, with at most one plain LoRA on top. Its parameters are used only
 inside calls of the modules that own them, so that FSDP2 and ZeRO-3 gather them and all hooks run.
 """
 
@@ -25,10 +25,10 @@ MakeStandIn: TypeAlias = Callable[[torch.Tensor, int], Any]  # gets the head's i
 
 
 class InterceptBinding(Binding):
-    """Bind the capturing forward to an LM head; made by `bind_head`.
+    """The binding of an LM head, with the forward that can return a stand-in. `bind_head` makes it.
 
     Attributes:
-        stand_ins (`dict`): What makes stand-ins, by the id of the thread that runs `intercept`.
+        stand_ins (`dict`): The functions that make stand-ins, by the id of the thread that runs `intercept`.
     """
 
     key = "_liger_intercept"
@@ -46,12 +46,12 @@ class HeadCall:
 
 
 def head_parameters(head: nn.Module, hidden: torch.Tensor, vocab_size: int) -> dict[str, Any]:
-    """Read the arguments that the functions of `liger_triton` take for a head. To be called inside a call of it.
+    """Return the arguments that the functions of `liger_triton` take for a head. Use it inside a call of the head.
 
     Args:
         head (`nn.Module`): The LM head.
         hidden (`torch.Tensor`): Its input (..., H).
-        vocab_size (`int`): How many rows of its weight count, from the first on.
+        vocab_size (`int`): V, how many rows of its weight are used, from the first on.
 
     Returns:
         `dict`: `weight` (V, H), `bias` (V,) or None, `lora` and its input after dropout, `lora_input`, or None.
@@ -81,9 +81,10 @@ def innermost(head: nn.Module) -> nn.Module:
 
 
 def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
-    """Return the reason why the fused kernels do not compute what `head` computes, or None where they do.
+    """Return the reason why the fused kernels do not compute what `head` computes, or None if they do.
 
-    With `cast_to_fp32` they project in fp32. TRL gives the head a forward that does the same, so this one may be there.
+    With `cast_to_fp32` the kernels project in fp32. TRL puts a forward with the same effect on the head, so that one is
+    allowed.
     """
     inner = innermost(head)
     base, adapters = base_and_adapters(inner)
@@ -134,7 +135,7 @@ def _why_not_plain(module: nn.Module) -> str | None:
             return f"its {name} is computed whenever it is read, as by a parametrization"
         tensor = module._parameters.get(name, vars(module).get(name))  # neither has it while FSDP1 keeps it sharded
         local = tensor._local_tensor if type(tensor) is DTensor else tensor
-        # A tensor of another class may compute anything.
+        # A tensor subclass may compute anything.
         if local is not None and type(local) not in PLAIN_TENSORS:
             return f"its {name} is a {type(local).__name__}, not a plain tensor"
     return None
@@ -157,7 +158,7 @@ def base_and_adapters(head: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def modules_called_by(head: nn.Module) -> list[nn.Module]:
-    """List the modules that a call of `head` calls, `head` first, then what it wraps and the layers of active LoRAs."""
+    """Return the modules that a call of `head` calls: `head`, what it wraps, and the layers of its active LoRAs."""
     inner = innermost(head)
     modules = [head, inner]
     if "base_layer" in inner._modules:
@@ -175,11 +176,12 @@ def call_within(
 ) -> Any:
     """Run `compute(hidden)` inside calls of the modules that own parameters of `head`, and return its result.
 
-    `owners` are these modules, the outermost first; unset, all that a call of `head` calls. Called are those that have
-    their parameters gathered by a call: the units of FSDP, and under ZeRO-3 all modules. They get `hidden` detached:
-    FSDP2 would take the gradient of this argument for the end of the unit's backward pass, and free the weight of a
-    norm in the same unit too early. A unit that is gathered already is not called, since it would take that for another
-    forward pass.
+    `owners` are these modules, the outermost first. Unset: all modules that a call of `head` calls. Only those are
+    called whose call gathers parameters: the units of FSDP, and under ZeRO-3 all modules. A unit that is gathered
+    already is not called, because it would count the call as another forward pass.
+
+    The modules get `hidden` detached. FSDP2 would take the gradient of this argument for the end of the unit's backward
+    pass, and free the weight of a norm in the same unit too early.
     """
     run: Callable[[], Any] = functools.partial(compute, hidden)
     for owner in reversed(modules_called_by(head) if owners is None else owners):
@@ -197,7 +199,7 @@ def _ignoring_hidden(run: Callable[[], Any]) -> Callable[[torch.Tensor], Any]:
 
 
 def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return real logits: run the head's own forward inside a call of the head, even within `intercept`."""
+    """Return real logits from the head's own forward, even within `intercept`. It runs inside a call of the head."""
     inner = innermost(head)
 
     def own_forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -214,7 +216,7 @@ def _intercepted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     assert binding is not None, "this is the forward of a binding"
     made = None
     if binding.stand_ins and len(args) == 1 and not kwargs:
-        # Only one thread traces, and traced code cannot ask for the thread's id.
+        # Traced code cannot ask for the thread's id. Only one thread traces, so there is only one entry.
         traced = torch.compiler.is_compiling()
         make = next(iter(binding.stand_ins.values())) if traced else binding.stand_ins.get(threading.get_ident())
         if make is not None:
@@ -227,9 +229,9 @@ _intercepted_forward.__name__ = "forward"
 
 
 def bind_head(module: nn.Module) -> InterceptBinding | None:
-    """Bind the capturing forward to `module`, once, and return the binding.
+    """Bind the intercepting forward to `module`, unless it is bound already, and return the binding.
 
-    Compiled code binds nothing, so `bind_all` does it beforehand.
+    Compiled code cannot bind, so `bind_all` binds all modules before.
     """
     binding = InterceptBinding.of(module)
     if binding is None and not torch.compiler.is_compiling():
@@ -245,10 +247,10 @@ def bind_all(head: nn.Module) -> None:
 
 
 def intercept(head: nn.Module, make: MakeStandIn | None, run: Callable[[], Any]) -> Any:
-    """Run `run()`. Calls of `head` in it return `make(hidden, vocab_size)` in place of logits.
+    """Return `run()`. Calls of `head` in it return `make(hidden, vocab_size)` in place of logits.
 
-    Where `make` is None or returns None, they return logits. Calls in other threads are not affected. A call of the
-    model inside `run`, by a hook, has an `intercept` of its own.
+    If `make` is None or returns None, they return logits. Calls in other threads are not affected. If a hook calls the
+    model inside `run`, that call has its own `intercept`, and `make` is back after it.
     """
     head = innermost(head)
     binding = InterceptBinding.of(head) if make is None else bind_head(head)
@@ -271,10 +273,10 @@ def intercept(head: nn.Module, make: MakeStandIn | None, run: Callable[[], Any])
 
 
 class FusedHeadBinding(Binding):
-    """Bind the fused forward to a model; made by `install_fused_head`.
+    """The binding of a model, with the forward that answers requests. `install_fused_head` makes it.
 
     Attributes:
-        options (`HeadOptions`): What calls with `fused_lm_head=True` do by default.
+        options (`HeadOptions`): The defaults of calls with `fused_lm_head=True`.
     """
 
     key = "_liger_head"
@@ -303,12 +305,12 @@ def longest_rows_of_stand_ins(model: nn.Module) -> int | None:
     A few model types of transformers write into their logits in their own forward, which a stand-in refuses. Their
     heads return real logits.
     """
-    # By name, because a forward is not known before it has run. A type that is missing here raises in its first step,
-    # and tests/liger_trainer/patching/test_all_architectures.py trains each type that transformers has.
+    # By name, because only running a forward shows what it does to its logits. A type that is missing here raises in
+    # its first step, and tests/liger_trainer/patching/test_all_architectures.py trains each type that transformers has.
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type == "chameleon":  # rules out the words of images, in every call
+    if model_type == "chameleon":  # in every call, it writes over the logits of image tokens
         return 0
-    if model_type == "xlstm" and not model.training:  # caps longer rows chunk by chunk
+    if model_type == "xlstm" and not model.training:  # it caps the logits of longer rows chunk by chunk, in place
         config: Any = model.config
         return config.max_inference_chunksize
     return None
@@ -335,12 +337,12 @@ def head_options(model: nn.Module) -> HeadOptions | None:
 
 
 def has_fused_head(model: nn.Module) -> bool:
-    """Return whether `model` has a fused head, also where accelerate has wrapped its forward."""
+    """Return whether `model` has a fused head, even if accelerate has wrapped its forward."""
     return head_options(model) is not None
 
 
 def who_sees_outputs(model: nn.Module) -> str | None:
-    """Describe a hook or a forward of the user's that gets the outputs of `model`, which may be wrapped, or None."""
+    """Return which hook or forward of the user's gets the outputs of `model`, which may be wrapped, or None."""
     for module in model.modules():  # a wrapper comes before what it wraps
         binding = FusedHeadBinding.of(module)
         seen_by = output_seen_by(module, binding)
@@ -352,7 +354,7 @@ def who_sees_outputs(model: nn.Module) -> str | None:
 
 
 def report_unfused(model: nn.Module, reason: str) -> None:
-    """Say in the log and in the report of `model`, which may be wrapped by PEFT, that its head is not fused."""
+    """Log and report that the head of `model` is not fused, and why. PEFT may wrap the model."""
     binding = FusedHeadBinding.of(base_model_of(model))
     if binding is not None and not torch.compiler.is_compiling():
         binding.report_fallback(

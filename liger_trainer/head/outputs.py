@@ -1,4 +1,4 @@
-"""Define the output of calls of a fused head, and the options that stay the same from call to call."""
+"""The output of calls of a fused head, and the options that stay the same from call to call."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ EXTRA_OUTPUTS = ("hidden_states", "vocab_mean")
 
 @dataclass
 class FusedLMOutput(ModelOutput):
-    """Hold what `model(..., labels=labels, fused_lm_head=True)` returns.
+    """The result of `model(..., labels=labels, fused_lm_head=True)`.
 
     It has the fields of TRL's `FusedCausalLMOutput`, and some of its own. Fields with one value per token have the
-    shape `(B, S - 1)` for labels `(B, S)`, or `(B, S)` with `shift_labels`. They are fp32, except `is_top1`, zero where
-    the label is -100, and `None` where they have not been asked for.
+    shape `(B, S - 1)` for labels `(B, S)`, or `(B, S)` with `shift_labels`. They are fp32, except `is_top1`, and zero
+    where the label is -100. A field that the call did not ask for is `None`.
 
     Args:
         loss (`torch.Tensor`): Negative log-likelihood summed over the labels that count and divided by
@@ -37,7 +37,7 @@ class FusedLMOutput(ModelOutput):
         predictions (`dict`, *optional*): With `token_predictions=True`, a dict of `token_ids` (the most likely tokens),
             `log_probs`, `ranks` and `labels`, each `(B, S - 1)` and -100 where the label is -100. The log-probabilities
             are of the model's own distribution, without temperature and label smoothing.
-        observed (`torch.Tensor`, *optional*): What the request's `logits_observer` has returned.
+        observed (`torch.Tensor`, *optional*): The result of the request's `logits_observer`.
     """
 
     loss: torch.Tensor | None = None
@@ -56,10 +56,10 @@ class FusedLMOutput(ModelOutput):
 
 @dataclass
 class HeadOptions:
-    """Hold the options that TRL's `add_fused_lm_head` sets once for a model.
+    """The options that TRL's `add_fused_lm_head` sets once for a model.
 
     Attributes:
-        temperature (`float`): What logits are divided by.
+        temperature (`float`): Divides the logits.
         cast_lm_head_to_fp32 (`bool`): Whether the head projects in fp32, outside autocast.
         outputs (`tuple`): Fields of `FusedLMOutput` that a call computes unless it asks for others.
         sharing (`SharingRule`, *optional*): When rows of a call that begin alike share it. Unset: never.

@@ -1,7 +1,7 @@
-"""Keep what a stand-in for logits knows: the state of the head's call, and operations that are recorded instead of run.
+"""The contents of a stand-in for logits: the state of the head's call, and the operations that were recorded, not run.
 
-`RULES` has a rule for each method of tensors that is recorded. A rule gets what has been recorded so far and the
-method's arguments. It returns what is recorded afterwards, or None where the operation needs real logits.
+`RULES` has a rule for each method of tensors that can be recorded. A rule gets the `RecordedLogits` so far and the
+method's arguments. It returns the `RecordedLogits` after the operation, or None if the operation needs real logits.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ class HeadCallState:
     Attributes:
         hidden (`torch.Tensor`): The head's input.
         grad (`bool`): Whether gradients were on.
-        autocast (`tuple`): The arguments of `torch.autocast` in effect, after the type of the device.
+        autocast (`tuple`): The dtype of autocast, whether it was on, and whether its cache was.
         is_materialized (`bool`): Whether the logits that the head returned have become real.
     """
 
@@ -34,10 +34,10 @@ class HeadCallState:
         self._version = version_of(hidden)
 
     def under_autocast(self) -> contextlib.AbstractContextManager:
-        """Return a context with the autocast of the call.
+        """Return a context with the autocast of the head's call.
 
         Raises:
-            RuntimeError: The head's input has been changed in place since, so the logits would be different ones.
+            RuntimeError: The head's input has been changed in place since the call, so the logits would change too.
         """
         if was_written(self.hidden, self._version):
             raise RuntimeError(
@@ -50,13 +50,13 @@ class HeadCallState:
 
 
 def _autocast_of(device_type: str) -> tuple[torch.dtype, bool, bool]:
-    """Read the arguments of `torch.autocast` after the type of the device: dtype, whether it is on, its cache."""
+    """Return the arguments of `torch.autocast` that follow the device type: (dtype, is on, cache is on)."""
     dtype = torch.get_autocast_dtype(device_type)
     return dtype, torch.is_autocast_enabled(device_type), torch.is_autocast_cache_enabled()
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Count the writes into a tensor, or return None where PyTorch does not count them."""
+    """Return the number of writes into a tensor, or None if PyTorch does not count them."""
     if torch.compiler.is_compiling() or tensor.is_inference():
         return None
     return tensor._version
@@ -75,11 +75,11 @@ class RecordedLogits(NamedTuple):
 
     Attributes:
         hidden (`torch.Tensor`): The rows of the head's input, (..., H).
-        vocab_size (`int`): How many of the head's output features there are, from the first on.
+        vocab_size (`int`): V, how many of the head's outputs the logits have, from the first on.
         dtype (`torch.dtype`): The dtype of the logits.
         device (`torch.device`): Their device.
-        logit_scale (`float`): The factor.
-        softcap (`float` or `None`): The cap.
+        logit_scale (`float`): The factor of the raw logits.
+        softcap (`float` or `None`): The cap. None: no cap.
     """
 
     hidden: torch.Tensor
@@ -102,6 +102,7 @@ def _scaled(logits: RecordedLogits, factor: object) -> RecordedLogits | None:
     if not isinstance(factor, numbers.Real) or factor == 0 or not math.isfinite(factor):
         return None
     scale = float(factor)
+    # f * c * tanh(s * r / c) = c' * tanh(s' * r / c') with s' = f * s and c' = |f * c|, since tanh is odd.
     softcap = None if logits.softcap is None else abs(logits.softcap * scale)
     return logits._replace(logit_scale=logits.logit_scale * scale, softcap=softcap)
 
@@ -113,6 +114,7 @@ def _divided(logits: RecordedLogits, divisor: object) -> RecordedLogits | None:
 
 
 def _tanh(logits: RecordedLogits) -> RecordedLogits | None:
+    # A model's soft cap is a division by c, this, and a product with c, which `_scaled` turns into a softcap of c.
     return logits._replace(softcap=1.0) if logits.softcap is None else None
 
 
@@ -156,10 +158,10 @@ def _flattened(logits: RecordedLogits, start_dim: int = 0, end_dim: int = -1) ->
 
 
 def _indexed(logits: RecordedLogits, index: Any) -> RecordedLogits | None:
-    """Choose rows, and the first words of the vocabulary by a slice in the last place."""
+    """Record an index that chooses rows and, by a slice in the last place, the first entries of the vocabulary."""
     dims = logits.hidden.ndim
     items = index if isinstance(index, tuple) else (index,)
-    indexed = 0
+    indexed = 0  # how many dimensions the index consumes
     has_ellipsis = False
     for item in items:
         if item is Ellipsis:
@@ -175,9 +177,9 @@ def _indexed(logits: RecordedLogits, index: Any) -> RecordedLogits | None:
         return logits._replace(hidden=logits.hidden[items]) if indexed < dims else None
     if indexed > dims or not isinstance(last, slice):
         return None
-    begins_at_first = last.start in (None, 0)
+    starts_at_first = last.start in (None, 0)
     takes_each = last.step in (None, 1)
-    if not begins_at_first or not takes_each:
+    if not starts_at_first or not takes_each:
         return None
     vocab_size = len(range(*last.indices(logits.vocab_size)))
     return logits._replace(hidden=logits.hidden[(*items[:-1], slice(None))], vocab_size=vocab_size)

@@ -1,4 +1,4 @@
-"""Say what a call asks of a model with a fused LM head, and make the call of the model's own forward for it."""
+"""What a call asks of a model with a fused LM head (`HeadRequest`), and the call itself (`ModelCall`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ LogitsConsumer: TypeAlias = Callable[[Callable[[], Any]], Any]
 LogitsObserver: TypeAlias = Callable[[Any], torch.Tensor]
 
 _FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from these a model would compute a loss
-# One argument of the bound forward: wrappers of a model (PEFT, DDP, FSDP, DeepSpeed) pass keywords on as they are.
+# A request travels as one keyword of the model's call: wrappers (PEFT, DDP, FSDP, DeepSpeed) hand keywords on.
 _ARGUMENT = "head_request"
-# The same things as keywords of a call of the model: for users, and for TRL, which passes `fused_lm_head=True`.
+# Keywords of a model's call that set a field of its request: for users, and for TRL, which passes `fused_lm_head=True`.
 _FIELD_OF_KEYWORD = {
     "fused_lm_head": "token_scores",
     "token_outputs": "token_outputs",
@@ -33,7 +33,7 @@ _KEYWORDS = frozenset((_ARGUMENT, *_FIELD_OF_KEYWORD))
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """Say what a call asks of a model with a fused LM head. `run_request` makes the call.
+    """What a call asks of a model with a fused LM head. `run_request` makes the call.
 
     A request without any field set asks for the model's own outputs.
 
@@ -53,10 +53,9 @@ class HeadRequest:
         logits_consumer (`Callable`, *optional*): Return `logits_consumer(run)` instead, called inside the model's
             forward, where sharded weights have been gathered. `run()` calls the model's own forward, which then
             returns `DeferredLogits`.
-
-        logits_observer (`Callable`, *optional*): With `token_scores`, is called with the logits of the call once they
-            are scored, as `DeferredLogits` where the head is fused, inside the model's forward. What it returns is the
-            field `observed` of the answer, where DDP looks for the parameters that it has used.
+        logits_observer (`Callable`, *optional*): With `token_scores`, called with the call's logits after they are
+            scored, inside the model's forward. They are `DeferredLogits` if the head is fused. Its result becomes the
+            field `observed` of the answer, where DDP finds the parameters that it has used.
         replaces_loss (`bool`): Whether the answer is made from the logits, so that the model's own code need not
             compute a loss. It follows from the other fields.
 
@@ -76,19 +75,19 @@ class HeadRequest:
 
     def __post_init__(self) -> None:
         replaces_loss = bool(self.token_scores or self.label_smoothing or self.logits_consumer is not None)
-        object.__setattr__(self, "replaces_loss", replaces_loss)  # an attribute: each call asks for it several times
+        # An attribute, not a property: each call reads it several times. The dataclass is frozen, so set it this way.
+        object.__setattr__(self, "replaces_loss", replaces_loss)
         if self.logits_consumer is not None and (self.token_scores or self.label_smoothing or self.token_predictions):
             raise ValueError(
                 "logits_consumer is set, which makes the answer itself, and so is token_scores, label_smoothing or "
                 "token_predictions. Leave those out."
             )
-
         if self.logits_observer is not None and not self.token_scores:
             raise ValueError("logits_observer is set and token_scores is not, so that it would see nothing. Set both.")
 
     @staticmethod
     def is_in(call: dict[str, Any]) -> bool:
-        """Return whether the keywords of a call of the model make a request."""
+        """Return whether the keywords of a call of the model contain a request."""
         return not _KEYWORDS.isdisjoint(call)
 
     @classmethod
@@ -102,8 +101,10 @@ class HeadRequest:
         return replace(request, **changes) if changes else request
 
     def added_to(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the keywords of a call of the model that makes this request: `call` itself if it asks for nothing."""
-        # So a wrapper of the user's that takes no other keywords than the model's is called as in stock.
+        """Return the keywords of a call of the model with this request added, or `call` itself if it asks for nothing.
+
+        A user's wrapper that takes only the model's own keywords thus gets the same call as without this package.
+        """
         return call if self == _ASKS_FOR_NOTHING else {**call, _ARGUMENT: self}
 
 
@@ -125,7 +126,7 @@ def run_request(model: Callable[..., Any], request: HeadRequest, **inputs: Any) 
 
 
 class ModelCall(NamedTuple):
-    """Hold a call of the model's own forward, and what it asks of the head.
+    """One call of a model: the arguments for its own forward, and what it asks of the head.
 
     Attributes:
         model (`nn.Module`): The model.
@@ -157,11 +158,11 @@ class ModelCall(NamedTuple):
 
     @property
     def has_labels(self) -> bool:
-        """Return whether the model's own forward computes a loss."""
+        """Return whether the call has labels, from which the model's own forward computes a loss."""
         return self.kwargs.get("labels") is not None or self.kwargs.get("shift_labels") is not None
 
     def run(self) -> Any:
-        """Run the forward that the model would have without ours."""
+        """Run the forward that the model had before ours was bound, without labels if nothing reads its loss."""
         kwargs = self.kwargs
         if self.request.replaces_loss:
             kwargs = dict(kwargs)
@@ -170,7 +171,7 @@ class ModelCall(NamedTuple):
         return self.bound.call_previous(self.args, kwargs)
 
     def shifted(self, logits: LogitsT) -> tuple[LogitsT, torch.Tensor]:
-        """Pair the logits that predict a label with the labels: the next tokens, or `shift_labels` as they are.
+        """Return the logits that predict a label and these labels: the next tokens, or `shift_labels` as they are.
 
         Raises:
             ValueError: The call has neither `labels` nor `shift_labels`.
@@ -186,7 +187,7 @@ class ModelCall(NamedTuple):
         return logits[:, :-1], labels[:, 1:]
 
     def labels_on_host(self) -> torch.Tensor | None:
-        """Return the labels of `shifted` on the CPU, or None where the host does not know them."""
+        """Return the labels of `shifted` on the CPU, or None if the host does not know them."""
         shift_labels = self.kwargs.get("shift_labels")
         labels = self.kwargs["labels"] if shift_labels is None else shift_labels
         if torch.compiler.is_compiling() or labels.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Score labels by logits for the trainers: by the fused kernels from stand-ins, by PyTorch from real logits."""
+"""Scores labels for the trainers: with the fused kernels from stand-ins for logits, with PyTorch from real logits."""
 
 from contextlib import nullcontext
 from typing import Any, TypeAlias
@@ -32,14 +32,14 @@ def token_scores(
         logits (`torch.Tensor` or `DeferredLogits`): (..., V).
         target (`torch.Tensor`): int64 (...): the labels, -100 for positions without one.
         outputs (`tuple[str, ...]`): Names from `TOKEN_OUTPUTS`.
-        temperature (`float`): What logits are divided by.
+        temperature (`float`): Divides the logits.
         label_smoothing (`float`): Smoothing of the labels.
         uniform_grad (`bool`): Whether the upstream gradients of all labels are promised to be equal.
         in_fp32 (`bool`): Whether a stand-in's head projects in fp32.
         on_host (`torch.Tensor`, *optional*): The labels on the CPU, if known, so that the host need not wait.
 
     Returns:
-        `dict`: The values by name, each (...), fp32; None for those that are not wanted.
+        `dict`: The values by name, each (...), fp32. None for names that are not in `outputs`.
     """
     if is_deferred(logits):
         with nullcontext() if on_host is None else targets_on_host(on_host):
@@ -53,7 +53,7 @@ def token_scores(
                 uniform_grad=uniform_grad,
             )
         return dict(zip(TOKEN_OUTPUTS, scores, strict=True))
-    # Real logits are 16-bit where the model is. The kernels accumulate in fp32, and so does this.
+    # A 16-bit model has 16-bit logits. The kernels compute in fp32, and so does this.
     scaled = materialize(logits).float() / temperature
     return logprobs(scaled, target.to(scaled.device), outputs, label_smoothing)
 
@@ -116,6 +116,6 @@ def _mean_of_rows(
 
 def _times(x: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     """Multiply x (..., H) with a vector (H,) in fp32: (...)."""
-    # In pieces, because an fp32 copy of all hidden states would be as large as they are, or twice as large.
+    # In pieces, because an fp32 copy of all hidden states would take twice the memory of 16-bit ones.
     products = [piece.float() @ vector for piece in x.flatten(0, -2).split(4096)]
     return torch.cat(products).view(x.shape[:-1])

@@ -1,4 +1,4 @@
-"""Says why a launch does not suit heads that read whole rows and whole weights."""
+"""Says why speculative heads, which read whole rows and whole weights, cannot train under a launch."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_C
 
 
 def sharding_reason(accelerator: Any) -> str | None:
-    """Return what the launch splits over ranks, and what to do, as the end of an error. None if it splits nothing."""
+    """Return what the launch splits over ranks and what to do, for the end of an error. None if it splits nothing."""
     if accelerator.distributed_type not in _PLAIN:
         launch = accelerator.distributed_type.value
         return f"the launch is {launch}, which shards weights. Train in one process, or with DDP."

@@ -1,4 +1,4 @@
-"""Targets of the heads: labels shifted by k + 1, within one document."""
+"""The targets of speculative heads: labels shifted by k + 1, within one document."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch
 
 
 def token_positions(inputs: dict[str, Any]) -> torch.Tensor:
-    """Position (B, S) of each token in its document, int64, from what a batch says about documents.
+    """Return the position (B, S) of each token in its document, int64.
 
-    The first of these that the batch has is used: `position_ids`, `seq_idx`, `cu_seq_lens_q`, `attention_mask` (B, S).
-    Without any of them, each row is one document.
+    It follows from the first of these that the batch has: `position_ids`, `seq_idx`, `cu_seq_lens_q`, `attention_mask`
+    (B, S). Without any of them, each row is one document.
     """
     shape, device = inputs["labels"].shape, inputs["labels"].device
     given = inputs.get("position_ids")
