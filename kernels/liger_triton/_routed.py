@@ -13,6 +13,7 @@ Rows of x are tokens (gathered by the loads) or sorted pairs. Results are in the
 they are combined next. Sums are in fp32 and rounded once. No sum is atomic, so results do not depend on the order
 of programs. Ids outside [0, E) are skipped.
 
+Names   A place is an index into the sorted pairs. The share of a pair is its routing weight w[t, k].
 Shapes  T tokens, K experts a token, S = T * K pairs, E experts; x (T, k) or (S, k), W (E, k, n), results (S, n).
 
 The layout follows the grouped products of ScatterMoE (arXiv:2403.08245) and SonicMoE (arXiv:2512.14080).
@@ -29,7 +30,7 @@ from .gates import PASSES_AT_LIMIT, gate_slopes, gate_value
 
 
 class Routing(NamedTuple):
-    """Places of the pairs of a call, sorted by expert.
+    """The pairs of a call, sorted by expert.
 
     Attributes:
         pairs (`torch.Tensor`): (T * K,), int32: the pair at each place.
@@ -73,6 +74,11 @@ class GateForm(NamedTuple):
     gate_scale: float
     interleaved: bool
 
+    @property
+    def constants(self) -> tuple[float, float, float, float]:
+        """Return the constants in the order in which kernels take them."""
+        return self.limit, self.alpha, self.up_offset, self.gate_scale
+
 
 @jit
 def _tile_of(OFFSETS, experts, n, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -96,6 +102,7 @@ def _tile_of(OFFSETS, experts, n, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, 
 
 @jit
 def _dot(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """Return acc + a b."""
     if WIDEN:  # Triton's interpreter multiplies the bits of bf16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -163,7 +170,10 @@ def _tile_product(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return x W + P Q + bias in fp32 for one expert: pairs `place`, their rows `row` of X, and some columns."""
+    """Return x W + P Q + bias in fp32 for one expert: pairs `place`, their rows `row` of X, and some columns.
+
+    With EVEN, the blocks divide n and k, so loads need no mask. Rows past the expert's end are loaded, not stored.
+    """
     kk = tl.arange(0, BLOCK_K)
     x_at = X + row[:, None] * x_stride + kk[None]
     w_at = W + expert.to(tl.int64) * w_stride_e + kk[:, None] * w_stride_k + column[None] * w_stride_n
@@ -236,6 +246,7 @@ def _product_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
+    """Store (x W + P Q + bias) * scale. GATHER: rows of X are tokens. SCATTER: rows of OUT are pairs, not places."""
     expert, place, valid, across = _tile_of(OFFSETS, experts, n, BLOCK_E, BLOCK_M, BLOCK_N)
     if expert >= experts:
         return
@@ -320,7 +331,11 @@ def _gated_product_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Store the product into H (S, 2 n), and the gate of H into A (S, n)."""
+    """Store the product into H (S, 2 n), and the gate of H into A (S, n).
+
+    INTERLEAVED loads gate and up as one block of 2 n columns and splits it. Halves lie n columns apart, so the loop
+    loads two blocks of W for each block of X.
+    """
     expert, place, valid, across = _tile_of(OFFSETS, experts, n, BLOCK_E, BLOCK_M, BLOCK_N)
     if expert >= experts:
         return
@@ -559,6 +574,10 @@ def _weight_gradient_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
+    """Store a tile of OUT[e], the sum of l^T r over the pairs of e, times scale.
+
+    With EVEN, the blocks divide m and n. Then full blocks of rows need no mask, and only the last rows have one.
+    """
     pid = tl.program_id(0)
     down, across = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     expert = pid // (down * across)
@@ -652,6 +671,7 @@ def _bias_gradient_kernel(
 
 @jit
 def _combine_kernel(Y, IDS, SHARE, OUT, experts, n, top_k, HAS_SHARE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a token's sum over its pairs, in the order of k. Pairs with an id outside [0, E) were never written."""
     pid = tl.program_id(0)
     across = tl.cdiv(n, BLOCK)
     token = (pid // across).to(tl.int64)
@@ -704,7 +724,10 @@ def _row_tiles(routing: Routing, block_m: int) -> int:
 
 
 def _low(low: Low | None, like: torch.Tensor) -> tuple[list[torch.Tensor], list[int], int, int]:
-    """Return the two tensors, the strides, the rank and the block of a low-rank product."""
+    """Return the two tensors, the strides, the rank and the block of a low-rank product.
+
+    Without one the block is 0, and kernels do not read the tensors. A launch needs some, so it gets `like`.
+    """
     if low is None:
         return [like, like], [0, 0, 0, 0], 0, 0
     rank = low.rows.shape[1]
@@ -712,6 +735,7 @@ def _low(low: Low | None, like: torch.Tensor) -> tuple[list[torch.Tensor], list[
 
 
 def _is_even(blocks: dict, n: int, k: int) -> bool:
+    """Return whether the blocks divide n and k."""
     return n % blocks["BLOCK_N"] == 0 and k % blocks["BLOCK_K"] == 0
 
 
@@ -791,7 +815,7 @@ def gated_product(
         n,
         k,
         rank,
-        *form[1:5],
+        *form.constants,
         ACT=form.act,
         INTERLEAVED=form.interleaved,
         HAS_BIAS=bias is not None,
@@ -826,7 +850,7 @@ def gate_gradients(
         routing.offsets,
         routing.experts,
         n,
-        *form[1:5],
+        *form.constants,
         ACT=form.act,
         AT_LIMIT=PASSES_AT_LIMIT,
         INTERLEAVED=form.interleaved,

@@ -28,18 +28,18 @@ from ._launch import MAX_COLUMNS, backward_tile, cdiv, launch, next_power_of_2, 
 from .sizes import computes_nothing
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest number of e4m3
 LEAST = 1e-12  # lower bound of max|x|, as in torchao
-# The bound in `row_cast`. Gradients of a mean over many tokens can be below 1e-12: with that bound, adapters of a small
-# Llama had gradients off by 0.64 for a loss times 1e-12, and off by 0.07 with this one.
+# The lower bound in `row_cast`. Gradients of a mean over many tokens can be below 1e-12: with that bound, adapters of a
+# small Llama had gradients off by 0.64 for a loss times 1e-12, and off by 0.07 with this one.
 LEAST_OF_ROWS = 1e-30
 MULTIPLE = 16  # fp8 products need both dimensions to be multiples of it
 PROGRAMS = 512  # most programs of the maxima pass; each writes one maximum
 ROW_PROGRAMS = 2  # programs of `float8_rows` on each multiprocessor; one if it needs more than 8 warps
 MOST_PARTS = 3  # matrices that `row_cast` and `transposed` take: the gradients of q, k and v
 LARGEST_ROW = 2**16  # elements that a program of `row_cast` keeps in registers
-BLOCK = 8192
-TILE_ROWS = 128
+BLOCK = 8192  # elements that a program of the maxima pass or of `_rows_kernel` loads at a time
+TILE_ROWS = 128  # this and the next two: the tile of `_columns_kernel`
 TILE_COLUMNS = 128
 TILE_WARPS = 4
 TURNED_TILE = 32  # tile of `transposed`, in words of four numbers, in both directions
@@ -132,6 +132,7 @@ def _scale_of(MAXIMA, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl
 
 @jit
 def _scaled(x, scale, LARGEST: tl.constexpr):
+    """Return x * scale in fp32, clamped to the largest number of the result's dtype."""
     y = x.to(tl.float32) * scale
     return tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))
 
@@ -160,7 +161,7 @@ def _rows_kernel(
 
 @jit
 def _quarter(X, ROWS, row, col, t, k, scale, LARGEST: tl.constexpr, KEEP_ROWS: tl.constexpr):
-    """Load every fourth row of a tile and scale it. Rows past the last one are zeros."""
+    """Load the rows `row` of a tile, every fourth one, and scale them. Rows past the last one are zeros."""
     inside = (row[:, None] < t) & (col[None, :] < k)
     x = tl.load(X + row[:, None] * k + col[None, :], mask=inside, other=0.0)
     y = _scaled(x, scale, LARGEST)
@@ -192,9 +193,11 @@ def _columns_kernel(
     """Write the transpose of a tile of x and, with KEEP_ROWS, the tile itself. The COUNT numbers in MAXIMA give one
     scale; with COUNT 0, each column has its own.
 
-    COLUMNS is int32: each element holds four numbers of one column, so they move between threads together. With Triton
-    3.6, moving single bytes or joining them by shifts left registers undefined, and results on an H200 had wrong bytes
-    (a bug like triton-lang/triton#11111). Two PTX instructions join them instead.
+    COLUMNS is int32: each element, a word, holds four numbers of one column, so they move between threads together. The
+    four come from four rows in turn, so a row of COLUMNS has `quarters` = T' / 4 words, and `quarter` counts them.
+
+    With Triton 3.6, moving single bytes or joining them by shifts left registers undefined, and results on an H200 had
+    wrong bytes (a bug like triton-lang/triton#11111). Two PTX instructions join them instead.
     """
     pid = tl.program_id(0)
     quarter = (pid // tiles_per_row).to(tl.int64) * (BLOCK_T // 4) + tl.arange(0, BLOCK_T // 4)
@@ -233,6 +236,7 @@ def _four(a, b, c, d, ROWS, PACK: tl.constexpr):
 
 @jit
 def _byte(y, ROWS):
+    """Round y to the dtype of ROWS and return its bits in the lowest byte."""
     return y.to(ROWS.dtype.element_ty).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
@@ -283,6 +287,7 @@ def _each_row_kernel(
 
 @jit
 def _part_of_row(X, FACTOR, row, n, stride, BLOCK: tl.constexpr, HAS_FACTOR: tl.constexpr):
+    """Load a row of one matrix in fp32, times the factors of its columns."""
     column = tl.arange(0, BLOCK)
     x = tl.load(X + row * stride + column, mask=column < n, other=0.0).to(tl.float32)
     if HAS_FACTOR:
@@ -298,6 +303,7 @@ def _most_of(x):
 
 @jit
 def _store_part(x, OUT, scale, n, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Scale a row of one matrix and store it at OUT."""
     column = tl.arange(0, BLOCK)
     tl.store(OUT + column, _scaled(x, scale, LARGEST).to(OUT.dtype.element_ty), mask=column < n)
 
@@ -365,8 +371,9 @@ def _transposed_kernel(
 ):
     """Write the transpose of a tile of one of up to three fp8 matrices (N_i, K), side by side.
 
-    The matrices (N_i, K / 4) and COLUMNS (K, stride) are int32. Four rows of one word are sixteen numbers; `TURN` turns
-    them into four columns of one word, since single bytes must not move between threads (see `_columns_kernel`).
+    The matrices (N_i, K / 4) and COLUMNS (K, stride) are int32, words of four numbers. `words` counts those of a row of
+    a matrix, K / 4, and `quarters` its groups of four rows, N_i / 4. The words of four rows are sixteen numbers, which
+    `TURN` transposes within a thread, since single bytes must not move between threads (see `_columns_kernel`).
     """
     pid = tl.program_id(0)
     tile = pid // tiles_per_row
@@ -394,7 +401,7 @@ def _transposed_kernel(
     tl.store(turned + 3 * stride, tl.trans(d), mask=mask)
 
 
-# PTX that transposes 4 x 4 bytes: first the halves of two rows each, then their halves.
+# PTX that transposes 4 x 4 bytes: the first four instructions pair the bytes of two rows, the others pair these pairs.
 _TURN = """{
     .reg .b32 ab, cd, ef, gh;
     prmt.b32 ab, $4, $5, 0x5140; prmt.b32 cd, $6, $7, 0x5140;
@@ -488,7 +495,10 @@ def float8_cast(
 
 
 def _is_short(x: torch.Tensor) -> bool:
-    """Return whether x has under 16 rows. With one fp32 row, the transpose alone had wrong bytes (H200, Triton 3.6)."""
+    """Return whether x has under 16 rows, for which the twin transposes.
+
+    With one fp32 row, the transpose alone had wrong bytes (H200, Triton 3.6). Inside `sizes_only` nothing is launched.
+    """
     return x.shape[0] < MULTIPLE and not computes_nothing()
 
 
@@ -501,7 +511,10 @@ def _columns_of(
     power_of_2: bool,
     count: int,
 ) -> torch.Tensor:
-    """Return the transpose of x. The kernel fills `inverse` too and, if given, `as_rows`."""
+    """Return the transpose of x. The kernel fills `inverse` too and, if given, `as_rows`.
+
+    `count` is the number of `maxima` if all numbers get one scale, or 0 if each column has a maximum and a scale.
+    """
     t, k = x.shape
     as_columns = torch.empty((k, padded(t)), dtype=dtype, device=x.device)
     tiles_per_row = cdiv(k, TILE_COLUMNS)

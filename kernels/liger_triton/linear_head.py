@@ -66,7 +66,11 @@ _STATISTIC = {"entropy": ENTROPY, "log_sum_sq_probs": LOG_SUM_SQ, "mean_logits":
 
 
 class HeadSpec(NamedTuple):
-    """Constants of a call. `chunk_rows` 0: `chunk_size` chooses. `compute_dtype` is the dtype of products."""
+    """Constants of a call.
+
+    `needs` has a bit (`DX` to `DB`) for each gradient that is needed. `lean` is `accumulate="lean"`. `chunk_rows` 0:
+    `chunk_size` chooses. `compute_dtype` is the dtype of products.
+    """
 
     rows: RowSpec
     needs: int
@@ -98,8 +102,10 @@ def targets_on_host(values: torch.Tensor | None) -> Iterator[None]:
 
 
 def _kept_rows(target, ignore_index, vocab):
-    """Return the indices of the rows that count, or None if all do. Only here does the host wait for the device, unless
-    it knows the targets."""
+    """Return the indices of the rows that count, or None if all do.
+
+    This is the only place where the host waits for the device. If it knows the targets, it does not wait here either.
+    """
     if ignore_index == EVERY_ROW or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None  # a CUDA graph cannot wait: row_pass gives ignored rows zeros and bad targets NaN
     known = _on_host.get()
@@ -140,7 +146,8 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
     lb = None if lora_b is None else lora_b.to(dtype)
-    do_stats, held = stats is None, buffer is not None
+    do_stats = stats is None
+    held = buffer is not None  # the buffer holds the logits of the next chunk already
     if do_stats:  # rows that are dropped keep these zeros
         stats = torch.zeros((N_STATS, x.shape[0]), dtype=torch.float32, device=x.device)
     gradients = HeadGradients(head, needs, lean, chunks.number, fill=every_row)
@@ -207,7 +214,7 @@ def _op(
 
 @_op.register_fake
 def _(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, *flat):
-    needs, lean = flat[6:8]
+    needs, lean = flat[6:8]  # after the six numbers of a `RowSpec`, as in `HeadSpec.flat`
     shapes = (x.shape, weight.shape, weight.shape[:1], *((None, None) if u is None else (u.shape, lora_b.shape)))
     of_lora = (None, None) if u is None else (u.dtype, sum_dtype(lora_b, lean))
     sums = (x.dtype, sum_dtype(weight, lean), torch.float32, *of_lora)
@@ -220,19 +227,22 @@ def _(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, *flat):
 
 
 def _where_wanted(grads, needs):
+    """Return the gradients of an op, with None in place of the empty tensors of those that are not in `needs`."""
     return [g if needs >> k & 1 else None for k, g in enumerate(grads)]
 
 
 class _KeptLogits(NamedTuple):
-    """Kept by forward for a backward that computes the gradients: the chunks, and the last chunk's logits in `buffer`.
-    `buffer` is None in a backward that must not overwrite them."""
+    """What forward keeps for a backward that computes the gradients: the chunks, and the last chunk's logits.
+
+    `buffer` holds these logits. It is None in a backward that must not overwrite them.
+    """
 
     chunks: Chunks
     buffer: torch.Tensor | None
 
 
 def _statistics(head: Head, target, row_weight, mode, spec: HeadSpec, may_keep_logits):
-    """Return (statistics, gradients or None, `_KeptLogits` or None)."""
+    """Return (statistics, gradients, None), or (statistics, None, `_KeptLogits`) if backward computes the gradients."""
     with no_autocast(head.x.device.type):
         # With one chunk, the kept logits replace the fp32 sum, so they cost no memory, unless several calls keep theirs
         # at the same time.
@@ -266,6 +276,7 @@ class _LinearHead(torch.autograd.Function):
         ctx.spec = spec
         ctx.kept_logits = None
         dtypes = [None if t is None else t.dtype for t in head]
+        # Gradients are computed with the row weights `factor`, and multiplied by `later` in backward (for fp16).
         factor = row_weight
         later = None
         if mode != "recompute":
@@ -276,7 +287,7 @@ class _LinearHead(torch.autograd.Function):
             grads = None if mode == "recompute" else _where_wanted(grads, spec.needs)
         else:
             stats, grads, ctx.kept_logits = _statistics(head, target, factor, mode, spec, may_keep_logits)
-        ctx.early = grads is not None
+        ctx.early = grads is not None  # forward has computed the gradients, and backward only scales them
         if ctx.early:
             stash_grads(ctx, grads, dtypes, target, later)
         else:
@@ -301,7 +312,7 @@ class _LinearHead(torch.autograd.Function):
                     "Call linear_logprobs with uniform_grad=False, or detach the entropy."
                 )
             if g_loss is None:
-                return (None,) * 10
+                return (None,) * 10  # one for each argument of forward: five tensors of the head, and five others
         saved = ctx.saved_tensors  # PyTorch raises if an earlier backward did not keep the graph
         if ctx.early:
             target, later = saved[:2]
@@ -553,7 +564,10 @@ def _head(x, weight, target, share, rows, accumulate, chunk_rows, may_keep_logit
 
 
 def _head_and_gradients(x, weight, *options):
-    """Run `_head` and its backward pass at once. This frees its logits, or the fp32 sum of the weight's gradient."""
+    """Run `_head` and its backward at once, which frees its logits, or the fp32 sum of the weight's gradient.
+
+    The loss that is returned has these gradients: its backward pass only scales them.
+    """
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in (x, weight)]
     loss, stats = _head(*leaves, *options, may_keep_logits=True)
     grads = torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])
@@ -655,6 +669,7 @@ def linear_heads_cross_entropy(
         loss, stats = _head(x, weight, target, flat, spec, accumulate, chunk_rows, may_keep_logits=True)
         stats = stats.view(N_STATS, heads, rows)
     else:
+        # Under "Rounding" in the docstring: only the gradients of bf16 weights are rounded head by head.
         early = accumulate == "fp32" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         per_head = []
         for k, w in enumerate(weight):
