@@ -17,7 +17,7 @@ the model around the decoder of a model of images, or the backbone itself.
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -239,50 +239,40 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
     reason = why_class_is_foreign([model, around]) if makes_masks or not is_whole else None
     if reason is not None:
         return None, reason
-    ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
-    real = torch.arange(_WIDTH) < torch.tensor(_LENGTHS)[:, None]
-    right = _padded(ids, real)
-    left = _padded(ids, real.flip(1))
+    batches = _batches()
+    right, left = batches[0].batch, batches[1].batch
     if subject is model:
         more = set(own(**right, use_cache=False)) - _OUTPUTS
         if more:
             return None, f"it returns {', '.join(sorted(more))} in addition to logits and loss"
-    within = right | {"labels": right["labels"].masked_fill(~real, -100)}
-    one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
-    one_row["labels"] = within["labels"][real][None].masked_fill(one_row["position_ids"] == 0, -100)
-    mixes_rows = _apart(_run(own, one_row), _run(own, within)) is not None
+    _, packed, padded = batches[2]
+    mixes_rows = _apart(_run(own, packed), _run(own, padded)) is not None
     attention_kinds: set[AttentionKind] = set()
-    forwards, reason = code_of([*own.modules(), model, around]), None
+    forwards = code_of([*own.modules(), model, around])
     proven = unpadded_backbone.BackboneProof(
         attention, attention_kinds, None, mixes_rows, forwards, own_loss_of(model), sees_both_ways=makes_masks
     )
     copied = ours if subject is backbone else backbone_of(ours)  # the backbone of the copy
     _bind(copied, proven, with_states, by_rows)
-    batches = [
-        ("rows padded on the right", right, right),
-        ("rows padded on the left", left, left),
-        ("a packed row", one_row, within),
-        ("one padded row", _first(right), _first(right)),
-    ]
+    more_batches = []
     if makes_masks:
         _bind_masks(base_of(ours))
         text = image_masks.batch_of_text(own, right)
-        batches.append(("tokens that are said to be text", text, text))
+        more_batches.append(_Batch("tokens that are said to be text", text, text))
     if subject is backbone:
-        with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
-        batches += [(what, given, given) for what, given in with_images if given]
-    for what, given, stock_given in batches:
-        reason = reason or _differs(ours, given, _run(own, stock_given), what, attention_kinds)
+        for what, batch, _ in batches[:2]:
+            with_images = _with_images(own, batch)
+            if with_images:
+                more_batches.append(_Batch(f"images in {what}", with_images, with_images))
+
+    reason = None
+    for what, batch, stock_batch in (*batches, *more_batches):
+        reason = reason or _differs(ours, batch, _run(own, stock_batch), what, attention_kinds)
     # From here on `reason` says why padding is computed. Rows without padding may still need our attention.
     if proven.needs_row_attention:
-        with_full_batches = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        for what, given in (
-            ("rows without padding", with_full_batches),
-            ("one row without padding", _first(with_full_batches)),
-        ):
-            differs = _differs(ours, given, _run(own, given), what, attention_kinds)
-            if differs is not None:
-                return None, reason or differs
+        differs = _why_full_rows_differ(own, ours, right["input_ids"], attention_kinds)
+        if differs is not None:
+            return None, reason or differs
     if reason is not None and not proven.needs_row_attention:
         return None, reason
     if with_states:
@@ -294,19 +284,69 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
         sees_both_ways, differs = _with_masks_of_images(own, ours, right, left)
         if differs is not None:
             return None, differs
-    start, error = attempt(lambda copy: (start_at_embeddings(copy, copied, batches[0][1], _run, _apart), None), ours)
+    proven = proven._replace(padding_reason=reason, sees_both_ways=sees_both_ways)
+    may_share = around is backbone and not with_states  # rows with states share nothing in any case
+    return _with_capture_and_sharing(proven, own, ours, copied, right, may_share), None
+
+
+class _Batch(NamedTuple):
+    """A batch of the proof.
+
+    Attributes:
+        what (`str`): Its name in reasons.
+        batch (`dict`): The batch.
+        stock_batch (`dict`): A padded batch from which the model's own code computes the same.
+    """
+
+    what: str
+    batch: dict[str, Any]
+    stock_batch: dict[str, Any]
+
+
+def _batches() -> list[_Batch]:
+    """Return the batches of text that every proof runs."""
+    ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
+    real = torch.arange(_WIDTH) < torch.tensor(_LENGTHS)[:, None]
+    right = _padded(ids, real)
+    left = _padded(ids, real.flip(1))
+    # A packed row has no positions of padding, so no label there, and no label for the first token of a row.
+    padded = right | {"labels": right["labels"].masked_fill(~real, -100)}
+    packed = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
+    packed["labels"] = padded["labels"][real][None].masked_fill(packed["position_ids"] == 0, -100)
+    return [
+        _Batch("rows padded on the right", right, right),
+        _Batch("rows padded on the left", left, left),
+        _Batch("a packed row", packed, padded),
+        _Batch("one padded row", _first(right), _first(right)),
+    ]
+
+
+def _why_full_rows_differ(own, ours, ids: torch.Tensor, attention_kinds: set[AttentionKind]) -> str | None:
+    """Return what differs in rows without padding, or None."""
+    full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    for what, batch in (("rows without padding", full), ("one row without padding", _first(full))):
+        differs = _differs(ours, batch, _run(own, batch), what, attention_kinds)
+        if differs is not None:
+            return differs
+    return None
+
+
+def _with_capture_and_sharing(
+    proven: unpadded_backbone.BackboneProof, own, ours, copied, batch: dict[str, Any], may_share: bool
+) -> unpadded_backbone.BackboneProof:
+    """Add to `proven` whether the backbone can be captured, and whether rows may share their prompts."""
+    start, error = attempt(lambda copy: (start_at_embeddings(copy, copied, batch, _run, _apart), None), ours)
     per_layer, no_capture_reason = start or ((), error)
     if no_capture_reason is not None:
         no_capture_reason = f"given embeddings in place of ids, {no_capture_reason}"
     sharing_proof_reason: str | None = "the model takes images too"
-    if around is backbone and not with_states:  # rows with states share nothing in any case
+    if may_share:
         _, sharing_proof_reason = attempt(
             lambda copy: (None, why_prompts_cannot_be_shared(own, copy, copied, _run, _apart)), ours
         )
-    proven = proven._replace(
-        padding_reason=reason, no_capture_reason=no_capture_reason, sharing_proof_reason=sharing_proof_reason
+    return proven._replace(
+        no_capture_reason=no_capture_reason, sharing_proof_reason=sharing_proof_reason, per_layer=per_layer
     )
-    return proven._replace(sees_both_ways=sees_both_ways, per_layer=per_layer), None
 
 
 def _bind_masks(around) -> None:
@@ -371,9 +411,9 @@ def _why_recomputed_differs(own, ours, batches, proven: unpadded_backbone.Backbo
     for reentrant in (False, True) if ours.supports_gradient_checkpointing else ():
         for model in (own, ours):  # both, because with use_reentrant stock loses gradients of router logits
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        for what, given, stock_given in batches:
+        for what, batch, stock_batch in batches:
             what = f"{what}, recomputed in the backward pass (use_reentrant={reentrant})"
-            reason = reason or _differs(ours, given, _run(own, stock_given), what, proven.attention_kinds)
+            reason = reason or _differs(ours, batch, _run(own, stock_batch), what, proven.attention_kinds)
         for model in (own, ours):
             model.gradient_checkpointing_disable()
     return reason

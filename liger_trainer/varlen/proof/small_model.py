@@ -85,57 +85,11 @@ def small_config(config, **sizes_of_caller: int):
     """
     small = copy.deepcopy(config)
     known = small.to_dict()
-
-    # The sizes. They have to fit together as the real ones do.
     all_sizes = _SIZES | sizes_of_caller
-    sizes = {name: size for name, size in all_sizes.items() if isinstance(known.get(name), int)}
-    sizes = {name: size for name, size in sizes.items() if known[name] != 0}  # a size of 0: the model has no such part
-    grouped = known.get("num_key_value_heads") != known.get("num_attention_heads")
-    is_latent = isinstance(known.get("qk_rope_head_dim"), int)
-    if "num_key_value_heads" in sizes and (is_latent or not grouped):
-        sizes["num_key_value_heads"] = _HEADS
-    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:  # rotary embeddings turn a part of the head
-        turned = known["qk_rope_head_dim"] or known["head_dim"]
-        sizes["head_dim"] = sizes["qk_rope_head_dim"] * known["head_dim"] // turned
-    sizes |= _state_heads(known) | _wide_heads(known)
-
-    # The kind of each layer: a tuple of everything in which layers may differ.
+    sizes = _small_sizes(known, all_sizes)
     depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), 2)
-    of_layers = [known[name] for name in _KINDS_OF_LAYERS if isinstance(known.get(name), list)]
-    of_layers.append(_shared_blocks(known, depth))
-    first_reusing = depth - (known.get("num_kv_shared_layers") or 0)
-    of_layers.append([layer >= first_reusing for layer in range(depth)])
-    dense = known.get("mlp_only_layers")
-    if isinstance(dense, list):  # the others have experts
-        of_layers.append([layer in dense for layer in range(depth)])
-    sparsity = known.get("activation_sparsity_pattern")
-    if isinstance(sparsity, list):  # how much of its MLP a layer leaves out
-        of_layers.append([share > 0 for share in sparsity])
-    kinds = list(zip(*of_layers, strict=False))
-
-    # The layers to keep: the first of each kind, but the last of a kind that reuses keys and values. The last layer of
-    # Gemma 4 has to attend to all tokens, and it reuses keys and values where layers do.
-    reusing = {kind: layer for layer, kind in enumerate(kinds) if layer >= first_reusing}
-    kept = [0, 1] if not kinds else sorted({reusing.get(kind, kinds.index(kind)) for kind in kinds} | {0})
-    kept = kept if len(kept) > 1 else [0, 1]
-    kept = [layer for layer in kept if layer < depth]
-
-    # The fields that speak of layers, for the kept ones.
-    for name in _PER_LAYER:
-        if isinstance(known.get(name), list) and len(known[name]) == depth:
-            setattr(small, name, [known[name][layer] for layer in kept])
-    if isinstance(dense, list):
-        small.mlp_only_layers = [i for i, layer in enumerate(kept) if layer in dense]
-    for name in _DEPTHS:
-        if isinstance(known.get(name), int):
-            setattr(small, name, len(kept))
-    if first_reusing < depth:
-        small.num_kv_shared_layers = sum(layer >= first_reusing for layer in kept)
-    if isinstance(known.get("hybrid_layer_ids"), list):
-        small.hybrid_layer_ids = [i for i, kind in enumerate(small.layers_block_type) if kind == "hybrid"]
-    _keep_attention(small, known)
-
-    # All other fields.
+    kept = _kept_layers(known, depth)
+    _keep_layers(small, known, depth, kept)
     for name, size in sizes.items():
         setattr(small, name, size)
     if isinstance(known.get("intermediate_size"), list):  # one for each layer
@@ -158,6 +112,67 @@ def small_config(config, **sizes_of_caller: int):
         fields["per_layer_config"] = small_layers
         small = type(small)(**fields)  # only the constructor reads `per_layer_config`
     return small
+
+
+def _small_sizes(known: dict, all_sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sizes for the fields that a config has. They fit together as the real ones do."""
+    sizes = {name: size for name, size in all_sizes.items() if isinstance(known.get(name), int)}
+    sizes = {name: size for name, size in sizes.items() if known[name] != 0}  # a size of 0: the model has no such part
+    grouped = known.get("num_key_value_heads") != known.get("num_attention_heads")
+    is_latent = isinstance(known.get("qk_rope_head_dim"), int)
+    if "num_key_value_heads" in sizes and (is_latent or not grouped):
+        sizes["num_key_value_heads"] = _HEADS
+    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:  # rotary embeddings turn a part of the head
+        turned = known["qk_rope_head_dim"] or known["head_dim"]
+        sizes["head_dim"] = sizes["qk_rope_head_dim"] * known["head_dim"] // turned
+    return sizes | _state_heads(known) | _wide_heads(known)
+
+
+def _first_reusing(known: dict, depth: int) -> int:
+    """Return the first layer that reuses keys and values of other layers, or `depth`."""
+    return depth - (known.get("num_kv_shared_layers") or 0)
+
+
+def _kept_layers(known: dict, depth: int) -> list[int]:
+    """Return the layers to keep: at least one of each kind, and at least two if there are two."""
+    # The kind of a layer is a tuple of everything in which layers may differ.
+    of_layers = [known[name] for name in _KINDS_OF_LAYERS if isinstance(known.get(name), list)]
+    of_layers.append(_shared_blocks(known, depth))
+    first_reusing = _first_reusing(known, depth)
+    of_layers.append([layer >= first_reusing for layer in range(depth)])
+    dense = known.get("mlp_only_layers")
+    if isinstance(dense, list):  # the others have experts
+        of_layers.append([layer in dense for layer in range(depth)])
+    sparsity = known.get("activation_sparsity_pattern")
+    if isinstance(sparsity, list):  # how much of its MLP a layer leaves out
+        of_layers.append([share > 0 for share in sparsity])
+    kinds = list(zip(*of_layers, strict=False))
+
+    # The first of each kind, but the last of a kind that reuses keys and values. The last layer of Gemma 4 has to
+    # attend to all tokens, and it reuses keys and values where layers do.
+    reusing = {kind: layer for layer, kind in enumerate(kinds) if layer >= first_reusing}
+    kept = [0, 1] if not kinds else sorted({reusing.get(kind, kinds.index(kind)) for kind in kinds} | {0})
+    kept = kept if len(kept) > 1 else [0, 1]
+    return [layer for layer in kept if layer < depth]
+
+
+def _keep_layers(small, known: dict, depth: int, kept: list[int]) -> None:
+    """Set the fields of `small` that speak of layers, for the layers in `kept`."""
+    for name in _PER_LAYER:
+        if isinstance(known.get(name), list) and len(known[name]) == depth:
+            setattr(small, name, [known[name][layer] for layer in kept])
+    dense = known.get("mlp_only_layers")
+    if isinstance(dense, list):
+        small.mlp_only_layers = [i for i, layer in enumerate(kept) if layer in dense]
+    for name in _DEPTHS:
+        if isinstance(known.get(name), int):
+            setattr(small, name, len(kept))
+    first_reusing = _first_reusing(known, depth)
+    if first_reusing < depth:
+        small.num_kv_shared_layers = sum(layer >= first_reusing for layer in kept)
+    if isinstance(known.get("hybrid_layer_ids"), list):
+        small.hybrid_layer_ids = [i for i, kind in enumerate(small.layers_block_type) if kind == "hybrid"]
+    _keep_attention(small, known)
 
 
 def _state_heads(known: dict) -> dict[str, int]:
