@@ -371,9 +371,9 @@ def _transposed_kernel(
 ):
     """Write the transpose of a tile of one of up to three fp8 matrices (N_i, K), side by side.
 
-    The matrices (N_i, K / 4) and COLUMNS (K, stride) are int32, words of four numbers. `words` counts those of a row of
-    a matrix, K / 4, and `quarters` its groups of four rows, N_i / 4. The words of four rows are sixteen numbers, which
-    `TURN` transposes within a thread, since single bytes must not move between threads (see `_columns_kernel`).
+    The matrices (N_i, K / 4) and COLUMNS (K, stride) are int32, words of four numbers. A row of a matrix has `words` =
+    K / 4 words, and a matrix has `quarters` = N_i / 4 groups of four rows. The words of four rows are sixteen numbers,
+    which `TURN` transposes within a thread, since single bytes must not move between threads (see `_columns_kernel`).
     """
     pid = tl.program_id(0)
     tile = pid // tiles_per_row

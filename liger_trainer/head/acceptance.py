@@ -24,8 +24,8 @@ class Acceptance:
         rows, tokens (`int`): Prompts, and tokens of the texts after them.
         accuracy (`list[float]`): For each guess, the fraction of positions where it is right, given the right tokens
             before it.
-        accepted (`list`): For each guess, the fraction of decoding steps in which it was accepted, of those in which
-            all guesses before it were right. None: there was no such step.
+        accepted (`list`): For each guess, the fraction that was accepted of the times that all guesses before it were
+            right. None: that never happened.
         tokens_per_pass (`float`): Tokens per forward pass, without the pass over the prompt and the token from it. It
             is 1 without heads.
     """

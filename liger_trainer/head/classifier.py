@@ -74,7 +74,7 @@ def _forward_of(model_class: Any) -> Callable:
 def _with_pooled(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     """Return `call` with `shift_labels` that mark the position by which each row is judged, or None if it is not known.
 
-    `decide` then keeps the padding of a batch in which a padding position is marked, as it does for labels.
+    If a padding position is marked, `decide` keeps the padding of the batch, as it does for labels.
     """
     ids = call.get("input_ids")
     pad = model.config.get_text_config().pad_token_id

@@ -176,8 +176,8 @@ def call_within(
 ) -> Any:
     """Run `compute(hidden)` inside calls of the modules that own parameters of `head`, and return its result.
 
-    `owners` are these modules, the outermost first. Unset: all modules that a call of `head` calls. Only those are
-    called whose call gathers parameters: the units of FSDP, and under ZeRO-3 all modules. A unit that is gathered
+    `owners` are these modules, the outermost first. Unset: all modules that a call of `head` calls. Only modules that
+    gather parameters in a call are called: the units of FSDP, and under ZeRO-3 all modules. A unit that is gathered
     already is not called, because it would count the call as another forward pass.
 
     The modules get `hidden` detached. FSDP2 would take the gradient of this argument for the end of the unit's backward

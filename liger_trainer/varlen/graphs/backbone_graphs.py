@@ -114,7 +114,7 @@ class BackboneGraphs:
         self.modes: list[CapturedMode] = []
         self.off: str | None = None  # why nothing is captured from now on
         self.generation = 0  # of the activations in the pool, which every replay overwrites
-        self.clock = 0  # counts replays, to find the least recently used mode and size
+        self.clock = 0  # counts replays and new modes, to find the least recently used mode and size
         self.may_capture = False  # True once the optimizer has its states
         self.largest = 0  # the tokens that the pool has room for
         self.worthwhile = 0  # the tokens of the largest size with a replay faster than the model's code
@@ -166,12 +166,12 @@ class BackboneGraphs:
         if self._snapshot is None:  # the call may have put the model into evaluation mode since, as Medusa's does
             self.find_snapshot()
         try:
-            mode = self._mode(batch, constants)
-            size = self._size(mode, batch, forward, dict(constants))
+            mode = self._mode_for(batch, constants)
+            size = self._size_for(mode, batch, forward, dict(constants))
         except NotCapturable as reason:
             self.summary.count(str(reason))
             # The ids have been embedded already. Embedding them again would run hooks and draw random numbers twice.
-            if self._begun is not None:  # by `_mode`: its first call shows whether a replay would leave something out
+            if self._begun is not None:  # the first call of a mode shows whether a replay would leave something out
                 return self._run_first(self._begun, embedded, run_uncaptured)
             return run_uncaptured(embedded)
         self.summary.replayed += 1
@@ -208,7 +208,7 @@ class BackboneGraphs:
         mode.draws, mode.why_not = effects.draws(), effects.why_not()
         return outputs
 
-    def _mode(self, batch: TokenBatch, constants: tuple) -> CapturedMode:
+    def _mode_for(self, batch: TokenBatch, constants: tuple) -> CapturedMode:
         """Return the mode for the current state of the model, or begin one and raise `NotCapturable`."""
         grad = torch.is_grad_enabled()
         input_kinds = [_kind_of(x, grad) for x in (batch.embeds, batch.per_layer)]
@@ -222,6 +222,7 @@ class BackboneGraphs:
         raise NotCapturable(self._difference or "the first call of its kind")
 
     def _begin_mode(self, key: tuple) -> None:
+        """Begin a mode for calls with `key`, and drop the least recently used one if there are too many."""
         # A model that changes from call to call would capture again and again, and never replay.
         if len(self.modes) == MOST_MODES:
             oldest = min(self.modes, key=lambda mode: mode.last_used)
@@ -232,7 +233,7 @@ class BackboneGraphs:
                 return
         if self._snapshot is None:
             refuse_hooks(self.backbone, self.inputs.modules)
-        # `around` lists the modules anew, because an adapter or a layer may have been added since the last snapshot.
+        # The modules are listed again, because an adapter or a layer may have been added since the last snapshot.
         snapshot = self._snapshot or Snapshot(self.around(), self.inputs.of_tokens)
         grad, *input_kinds = key[:3]
         an_input_trains = any(kind is not None and kind.requires_grad for kind in input_kinds)
@@ -250,13 +251,14 @@ class BackboneGraphs:
                 yield p
 
     def _turn_off(self, reason: str) -> None:
+        """Capture nothing more in this training, free all graphs, and warn."""
         self.off = reason
         self.release()
         logger.warning(f"cuda_graphs: steps are not captured from now on, because {reason}.")
 
     # Captures
 
-    def _size(
+    def _size_for(
         self, mode: CapturedMode, batch: TokenBatch, forward: Callable[..., Any], constants: dict[str, Any]
     ) -> CapturedSize:
         """Return the graphs for a batch, or capture them. Raises `NotCapturable`."""
@@ -279,7 +281,7 @@ class BackboneGraphs:
         if tokens > self.largest:
             self._begin_pool(tokens)
         with self.gradients.set_aside() if holds_gradients else contextlib.nullcontext():
-            return self._captured_size(mode, batch, tokens, forward, constants)
+            return self._capture_size(mode, batch, tokens, forward, constants)
 
     def _note_rows(self, mode: CapturedMode, batch: TokenBatch) -> None:
         """Remember what an uncaptured batch needs, so that no size is captured again when such a batch comes back."""
@@ -314,7 +316,7 @@ class BackboneGraphs:
         self.recorder.begin_pool()
         self.largest = tokens
 
-    def _captured_size(
+    def _capture_size(
         self, mode: CapturedMode, batch: TokenBatch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
     ) -> CapturedSize:
         """Capture the graphs for a batch, and add them to the mode."""

@@ -197,9 +197,9 @@ class GraphCapture:
             self._rows = size.rows
 
     def _refuse_zeros_that_overflow(self, batch: TokenBatch) -> None:
-        """Raise `NotCapturable` if the filler row, whose embeddings are zero, becomes NaN.
+        """Raise `NotCapturable` if the filler row, with embeddings of zero, becomes NaN.
 
-        Examples are a norm without an epsilon, and the backward of a square root. All weights would get gradients of
+        A norm without an epsilon does that, and the backward of a square root. Then all weights would get gradients of
         NaN.
         """
         size = self.size

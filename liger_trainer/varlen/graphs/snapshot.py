@@ -62,7 +62,7 @@ class Snapshot:
 
     Args:
         modules (`list[nn.Module]`): All modules that run, or hold modules that run, within the capture. Also the
-            modules around it whose hooks or forwards decide whether it may be replayed.
+            modules around it, because their hooks and forwards decide whether it may be replayed.
         embedding (`nn.Module`, *optional*): The input embedding, which runs before each replay. Its hooks may be
             replaced by others with the same code, like transformers' hook that makes embeddings require a gradient.
 

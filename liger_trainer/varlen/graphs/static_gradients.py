@@ -13,7 +13,7 @@ class Handed(NamedTuple):
     """What `GradientBuffers.end` needs to hand the gradients of one backward to their parameters.
 
     Attributes:
-        fresh (`list`): The parameters whose `.grad` is not yet an alias of their buffer.
+        fresh (`list`): The parameters with a `.grad` that is not an alias of their buffer yet.
         kept (`dict`): The earlier values of buffers that a tensor of the user's still refers to.
     """
 
