@@ -1,6 +1,5 @@
 """Proves on a small copy of a model that rows which start with the same tokens may compute these tokens once."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from liger_trainer.patching.core import probe
 from liger_trainer.varlen import unpad_plan, unpadded_backbone
 from liger_trainer.varlen.groups import ALWAYS
 from liger_trainer.varlen.plan_batch import plan_batch
+from liger_trainer.varlen.proof.compare import run, what_differs
 
 _PROMPT_OF_ROW = (0, 0, 0, 1, 1, 2)  # a group of three rows, a group of two, and a row that shares nothing
 _PROMPT_LENGTHS = (5, 3, 4)  # prompts are padded on the left, as for generation
@@ -31,15 +31,13 @@ def batch_of_groups() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~scored, -100)}
 
 
-def why_prompts_cannot_be_shared(own: Any, ours: Any, backbone: Any, run: Callable, apart: Callable) -> str | None:
+def why_prompts_cannot_be_shared(own: Any, ours: Any, backbone: Any) -> str | None:
     """Return why rows must not share their prompts, or None if nothing differs when they do.
 
     Args:
         own ([`~transformers.PreTrainedModel`]): A small copy with its own code.
         ours ([`~transformers.PreTrainedModel`]): The same copy, with a backbone that runs on real tokens.
         backbone (`nn.Module`): The backbone of `ours`.
-        run (`Callable`): Runs a copy on a batch. Returns what it computes, the loss and the gradients.
-        apart (`Callable`): Names what differs in two results of `run`, or returns None.
     """
     call = batch_of_groups()
     config = ours.config
@@ -57,5 +55,5 @@ def why_prompts_cannot_be_shared(own: Any, ours: Any, backbone: Any, run: Callab
     for name, x in ours.named_buffers():
         if not torch.equal(x, buffers_before[name]):
             return f"it writes to {name}, which may count tokens"
-    differs = apart(got, run(own, call))
+    differs = what_differs(got, run(own, call))
     return None if differs is None else f"{differs} where rows share what they begin with"

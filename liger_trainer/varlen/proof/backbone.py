@@ -39,6 +39,7 @@ from liger_trainer.varlen.model_parts import (
 from liger_trainer.varlen.plan_batch import plan_batch
 from liger_trainer.varlen.proof import image_masks
 from liger_trainer.varlen.proof.alike_rows import why_prompts_cannot_be_shared
+from liger_trainer.varlen.proof.compare import run, what_differs
 from liger_trainer.varlen.proof.deferred_convolution import refuse_whole
 from liger_trainer.varlen.proof.embeddings_for_ids import start_at_embeddings
 from liger_trainer.varlen.proof.find_state_layers import StateLayers, find_state_layers, may_go_by_rows
@@ -51,7 +52,6 @@ OPERATION = "varlen_attention"
 _LENGTHS = (7, 1, 11, 12)  # rows longer and shorter than the window of a small copy
 _WIDTH = max(_LENGTHS)
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # a call that returns router_logits computes padding
-_RTOL = 2e-4  # relative to the largest element, in fp32; one token too many or too few changes results by 1e-2
 _MASKS_AROUND = "the model around its decoder makes the mask, and lets tokens of an image see each other"
 _ON_ROWS = {False: "on rows side by side", True: "on a GPU, on rows one after the other; elsewhere side by side"}
 _BY_OURS = "; on a GPU, its convolution by liger_triton.short_conv"
@@ -246,7 +246,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
         if more:
             return None, f"it returns {', '.join(sorted(more))} in addition to logits and loss"
     _, packed, padded = batches[2]
-    mixes_rows = _apart(_run(own, packed), _run(own, padded)) is not None
+    mixes_rows = what_differs(run(own, packed), run(own, padded)) is not None
     attention_kinds: set[AttentionKind] = set()
     forwards = code_of([*own.modules(), model, around])
     proven = unpadded_backbone.BackboneProof(
@@ -267,7 +267,7 @@ def _prove(model, with_states: bool = False, by_rows: dict[type, Any] | None = N
 
     reason = None
     for what, batch, stock_batch in (*batches, *more_batches):
-        reason = reason or _differs(ours, batch, _run(own, stock_batch), what, attention_kinds)
+        reason = reason or _differs(ours, batch, run(own, stock_batch), what, attention_kinds)
     # From here on `reason` says why padding is computed. Rows without padding may still need our attention.
     if proven.needs_row_attention:
         differs = _why_full_rows_differ(own, ours, right["input_ids"], attention_kinds)
@@ -325,7 +325,7 @@ def _why_full_rows_differ(own, ours, ids: torch.Tensor, attention_kinds: set[Att
     """Return what differs in rows without padding, or None."""
     full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     for what, batch in (("rows without padding", full), ("one row without padding", _first(full))):
-        differs = _differs(ours, batch, _run(own, batch), what, attention_kinds)
+        differs = _differs(ours, batch, run(own, batch), what, attention_kinds)
         if differs is not None:
             return differs
     return None
@@ -335,15 +335,13 @@ def _with_capture_and_sharing(
     proven: unpadded_backbone.BackboneProof, own, ours, copied, batch: dict[str, Any], may_share: bool
 ) -> unpadded_backbone.BackboneProof:
     """Add to `proven` whether the backbone can be captured, and whether rows may share their prompts."""
-    start, error = attempt(lambda copy: (start_at_embeddings(copy, copied, batch, _run, _apart), None), ours)
+    start, error = attempt(lambda copy: (start_at_embeddings(copy, copied, batch), None), ours)
     per_layer, no_capture_reason = start or ((), error)
     if no_capture_reason is not None:
         no_capture_reason = f"given embeddings in place of ids, {no_capture_reason}"
     sharing_proof_reason: str | None = "the model takes images too"
     if may_share:
-        _, sharing_proof_reason = attempt(
-            lambda copy: (None, why_prompts_cannot_be_shared(own, copy, copied, _run, _apart)), ours
-        )
+        _, sharing_proof_reason = attempt(lambda copy: (None, why_prompts_cannot_be_shared(own, copy, copied)), ours)
     return proven._replace(
         no_capture_reason=no_capture_reason, sharing_proof_reason=sharing_proof_reason, per_layer=per_layer
     )
@@ -366,8 +364,8 @@ def _with_masks_of_images(own, ours, *batches) -> tuple[bool, str | None]:
             ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, with_full_batches=True
         )
         with unpad_plan.use_plan(plan):
-            got = _run(ours, batch)
-        apart = _apart(got, _run(own, batch))
+            got = run(ours, batch)
+        apart = what_differs(got, run(own, batch))
         if plan is None or apart is not None:
             return False, f"with images, {apart or 'its rows are not known'}"
         used.append(plan.used)
@@ -413,7 +411,7 @@ def _why_recomputed_differs(own, ours, batches, proven: unpadded_backbone.Backbo
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         for what, batch, stock_batch in batches:
             what = f"{what}, recomputed in the backward pass (use_reentrant={reentrant})"
-            reason = reason or _differs(ours, batch, _run(own, stock_batch), what, proven.attention_kinds)
+            reason = reason or _differs(ours, batch, run(own, stock_batch), what, proven.attention_kinds)
         for model in (own, ours):
             model.gradient_checkpointing_disable()
     return reason
@@ -430,11 +428,11 @@ def _differs(ours, batch, wanted, what: str, attention_kinds: set[AttentionKind]
         ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, with_full_batches=True
     )
     with unpad_plan.use_plan(plan):
-        got = _run(ours, batch)
+        got = run(ours, batch)
     if plan is None or not plan.used:
         return f"with {what}, its backbone cannot be given real tokens alone"
     attention_kinds |= plan.rows.attention_kinds
-    apart = _apart(got, wanted)
+    apart = what_differs(got, wanted)
     return None if apart is None else f"with {what}, {apart} from the padded batch"
 
 
@@ -452,55 +450,3 @@ def _with_images(decoder, batch) -> dict[str, Any]:
         embeds = [probe.randn((int(images.sum()), config.hidden_size), source).requires_grad_() for _ in range(2)]
         more |= {"visual_pos_masks": images, "deepstack_visual_embeds": embeds}
     return batch | more if more else {}
-
-
-def _apart(got, wanted) -> str | None:
-    """Name what differs in two results of `_run`, or return None."""
-    (logits, loss, grads), (wanted_logits, wanted_loss, wanted_grads) = got, wanted
-    if not probe.allclose_to_max(logits, wanted_logits, _RTOL):
-        return "what is computed for real tokens differs"
-    if not probe.allclose_to_max(loss, wanted_loss, _RTOL):
-        return "the loss differs"
-    largest = max(grad.abs().max() for grad in wanted_grads.values())
-    for name, grad in wanted_grads.items():
-        # Of some weights, such as the bias of keys, the gradient is zero but for rounding.
-        off = (grads[name] - grad).abs().max() if name in grads else largest
-        if not off <= _RTOL * max(grad.abs().max(), 1e-3 * largest):
-            return f"the gradient of {name} differs"
-    return None
-
-
-def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the logits (N, V) of the real tokens, the loss, and the gradients by the names of weights.
-
-    The loss is the model's, plus the auxiliary loss of experts, plus a random weighting of the logits, because a label
-    may not depend on each of them. A model without a head gives its hidden states in place of logits, and has no loss.
-    """
-    embeds = batch.get("deepstack_visual_embeds", ())
-    leaves = dict(model.named_parameters()) | {f"the visual embeddings {i}": x for i, x in enumerate(embeds)}
-    for x in leaves.values():
-        x.grad = None
-    has_head = model.get_output_embeddings() is not None
-    inputs = {name: x for name, x in batch.items() if has_head or name != "labels"}
-    routers = {"output_router_logits": True} if _records_routers(model) else {}  # for the auxiliary loss
-    outputs = model(**inputs, **routers, use_cache=False)
-    logits = outputs.logits if has_head else outputs[0]
-    logits = logits[batch["attention_mask"].bool()] if "attention_mask" in batch else logits[0]
-    loss = outputs.loss if has_head else logits.new_zeros(())
-    total = loss + (logits * probe.randn(logits.shape, probe.generator())).mean()
-    if outputs.get("aux_loss") is not None:
-        total = total + outputs.aux_loss
-    total.backward()
-    return logits.detach(), total.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}
-
-
-def _records_routers(model) -> bool:
-    """Return whether a forward of `model` can return the logits of its routers.
-
-    In transformers 5.17 the configs of DBRX and of Granite's mixtures have the option, but the models do not record
-    them: a call that asks for them raises in stock.
-    """
-    if not hasattr(model.config, "output_router_logits"):
-        return False
-    recorded = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
-    return not any(recorded) or any("router_logits" in names for names in recorded)

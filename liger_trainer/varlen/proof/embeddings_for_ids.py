@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from liger_trainer.varlen.graphs.input_embeddings import PER_LAYER, InputEmbeddings, modules_per_layer
+from liger_trainer.varlen.proof.compare import run, what_differs
 
 
-def start_at_embeddings(
-    ours, backbone: nn.Module, batch: dict[str, Any], run: Callable, apart: Callable
-) -> tuple[tuple[str, ...], str | None]:
+def start_at_embeddings(ours: Any, backbone: nn.Module, batch: dict[str, Any]) -> tuple[tuple[str, ...], str | None]:
     """Run `backbone` on embeddings instead of the ids of `batch`, and compare.
 
     Returns (the names of the modules that make embeddings for each layer, what differs or None).
@@ -26,8 +25,6 @@ def start_at_embeddings(
         ours ([`~transformers.PreTrainedModel`]): A small copy of a model.
         backbone (`nn.Module`): Its backbone, or `ours` itself.
         batch (`dict`): A batch of the model.
-        run (`Callable`): Runs the model on a batch, and returns its results with all gradients.
-        apart (`Callable`): Says what differs between two results, or returns None.
 
     Raises:
         Exception: The backbone does not run on embeddings.
@@ -48,7 +45,7 @@ def start_at_embeddings(
 
     wanted = run(ours, batch)
     with _changed_call(backbone, embed):
-        differs = apart(run(ours, batch), wanted)
+        differs = what_differs(run(ours, batch), wanted)
     if differs is not None:
         return per_layer, differs
     # A capture fills a size up with zeros, which are the embedding of no id. This run raises if the backbone looks up
