@@ -25,13 +25,15 @@ def cut_answers(run: PreflightContext) -> str | None:
         return None
     num_given = getattr(trainer, "rows_given", None)
     packs = bool(getattr(trainer.args, "packing", False))
-    dropped = 0 if num_given is None or packs else max(0, num_given - len(trainer.train_dataset))
+    dropped = 0 if packs else getattr(trainer, "rows_left_out", 0)
     full = [sequence for sequence in run.sequences if len(sequence.ids) >= limit]
     empty = [sequence for sequence in full if not any(sequence.learned)]
     shortened = [sequence for sequence in full if sequence.has_prompt]
     parts = []
     if dropped:
-        parts.append(f"{dropped} of {num_given} rows are left out, since they have nothing to learn within max_length")
+        parts.append(
+            f"{dropped} of {num_given} rows are left out, since they have nothing to learn within max_length"
+        )
     if empty:
         parts.append(f"{len(empty)} of the first {len(run.sequences)} rows are cut before their answer begins")
     if shortened:

@@ -100,11 +100,13 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
     Attributes:
         ignored_fields (`tuple[str, ...]`): Inherited config fields that the stock trainer does not use. Setting one is
             an error.
-        rows_given (`int` or `None`): Number of training rows that the trainer got. TRL may have dropped some since.
+        rows_given (`int` or `None`): Number of training rows that the trainer got.
+        rows_left_out (`int`): How many of them TRL has left out, or packed into others. 0 if their number is unknown.
         shares_prompts (`bool`): Whether `share_prompts` lets rows that begin alike share their beginning.
     """
 
     rows_given: int | None = None
+    rows_left_out: int = 0
     shares_prompts: bool = False
     loss_hook: str | None = None
     ignored_fields: tuple[str, ...] = ("label_smoothing_factor",)
@@ -124,6 +126,9 @@ class LigerTRLMixin(LigerTrainerMixin, WritesCards):
         replaced = _for_fsdp(sys.modules[self.stock_class().__module__]) | self._replaced_globals()
         init = with_globals(self._stock_init(stock_init), replaced)
         init(self, *args, **kwargs)
+        # Counted now, since the user may set another `train_dataset` before training begins.
+        if self.rows_given is not None and isinstance(self.train_dataset, Sized):
+            self.rows_left_out = max(0, self.rows_given - len(self.train_dataset))
         if self.liger_report is None:
             self._apply_liger(self.model)
         self._finish_init()

@@ -52,6 +52,14 @@ def test_the_table_has_each_fault_and_the_docs_each_check():
     assert not [name for name in NAMES if f"`{name}`" not in text]
 
 
+def test_rows_that_are_exchanged_before_training(tmp_path):
+    """For a stream, which has no length, or for fewer rows. None of them has been left out."""
+    for exchange in (lambda rows: rows.to_iterable_dataset(), lambda rows: rows.select(range(2))):
+        trained = trainer(True, tmp_path, answers())
+        trained.train_dataset = exchange(trained.train_dataset)
+        assert checks_in(said_before_first_step(lambda trained=trained: trained)) == []
+
+
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
