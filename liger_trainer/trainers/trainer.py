@@ -59,6 +59,11 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
+        config = getattr(model, "config", None)
+        if self.uses_liger and config is not None:
+            # `Trainer` does this to the model that it is built with, and not to those of later trainings. They would
+            # fill a cache in each step, so that padding is computed and no step is captured.
+            config.use_cache = self.args.use_cache
         self._apply_liger(model)
         return model
 

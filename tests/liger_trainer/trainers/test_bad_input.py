@@ -82,8 +82,10 @@ def test_model_init_is_patched_too(tmp_path):
     trainer = LigerTrainer(
         model_init=lambda: tiny_model("llama"), args=args, train_dataset=ragged_rows(8), data_collator=collate
     )
-    trainer.train()
-    assert trainer.uses_fused_head
+    for _ in range(2):
+        trainer.train()
+        assert trainer.uses_fused_head
+        assert trainer.model.config.use_cache is False, "a cache would be filled in each step, and padding computed"
 
 
 def test_data_parallel_is_refused():
