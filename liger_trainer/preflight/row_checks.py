@@ -31,9 +31,7 @@ def cut_answers(run: PreflightContext) -> str | None:
     shortened = [sequence for sequence in full if sequence.has_prompt]
     parts = []
     if dropped:
-        parts.append(
-            f"{dropped} of {num_given} rows are left out, since they have nothing to learn within max_length"
-        )
+        parts.append(f"{dropped} of {num_given} rows are left out, since they have nothing to learn within max_length")
     if empty:
         parts.append(f"{len(empty)} of the first {len(run.sequences)} rows are cut before their answer begins")
     if shortened:
