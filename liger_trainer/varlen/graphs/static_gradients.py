@@ -101,25 +101,34 @@ class GradientBuffers:
 
     def end(self, handed: Handed) -> None:
         """Set or add to `.grad` of each parameter after the backward."""
+        gradients = {}
         for p in handed.fresh:
             buffer = self.buffers[p]
-            values = handed.kept.get(p)
-            gradient = buffer.detach()
-            if values is not None:
-                gradient = buffer.clone()
-                buffer.copy_(values)
+            if p in handed.kept:
+                gradients[p] = buffer.clone()
+                buffer.copy_(handed.kept[p])
+            else:
+                gradients[p] = buffer.detach()
+        # Only now, because a `.grad` that the user has set may lie in the buffer of another parameter.
+        for p, gradient in gradients.items():
             if p.grad is not None:
                 p.grad.add_(gradient)
                 continue
             p.grad = gradient
-            if values is None:
+            if p not in handed.kept:
                 self._alias[p] = weakref.ref(gradient)
 
     def _move_kept_alias(self, p: nn.Parameter) -> None:
-        """Give the last alias memory of its own, if the user kept it and `.grad` is another tensor now."""
-        reference = self._alias.pop(p, None)
+        """Give the last alias memory of its own, if the user kept it and `.grad` is another tensor now.
+
+        It stays in the buffer while views of it do, because they have to follow it.
+        """
+        reference = self._alias.get(p)
         alias = None if reference is None else reference()
-        if alias is not None:
+        if alias is None or alias.data_ptr() != self.buffers[p].data_ptr():
+            self._alias.pop(p, None)
+        elif _holders(alias) == self._holders[p] + 1:
+            del self._alias[p]
             alias.data = alias.detach().clone()
 
     def _is_held(self, p: nn.Parameter) -> bool:

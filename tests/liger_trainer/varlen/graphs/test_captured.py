@@ -939,6 +939,59 @@ def test_gradients_that_the_user_exchanges(device):
     pair.step(SIZES[1])
 
 
+def test_a_kept_gradient_that_is_set_again_takes_its_views_along(device):
+    pair = Pair(model_of(), device)
+    pair.warm()
+    for loss in pair.losses(SIZES[0]):
+        loss.backward()
+    weights = [one.model.layers[0].mlp.down_proj.weight for one in (pair.captured, pair.plain)]
+    kept = [weight.grad for weight in weights]
+    views = [gradient[:2] for gradient in kept]
+    for weight in weights:
+        weight.grad = None
+    pair.step(SIZES[1])
+    for weight, gradient in zip(weights, kept, strict=True):
+        weight.grad = gradient
+    pair.step(SIZES[1])
+    for gradient, view in zip(kept, views, strict=True):
+        assert torch.equal(gradient[:2], view)
+    assert_close(kept[0], kept[1], device, "the kept gradient")
+
+
+@pytest.mark.parametrize("set_to_a_view", ["gate_proj", "up_proj"])
+def test_a_view_of_another_weight_s_gradient_is_added_to(set_to_a_view, device):
+    """The other one has none any more."""
+    pair = Pair(model_of(), device)
+    pair.warm()
+    for loss in pair.losses(SIZES[0]):
+        loss.backward()
+    kept = []
+    for one in (pair.captured, pair.plain):
+        weights = [one.model.layers[0].mlp.gate_proj.weight, one.model.layers[0].mlp.up_proj.weight]
+        if set_to_a_view == "up_proj":
+            weights.reverse()
+        weights[0].grad = weights[1].grad[:]
+        kept.append(weights[1].grad[:])
+        weights[1].grad = None
+    pair.step(SIZES[1])
+    assert_close(*kept, device, "the kept view")
+
+
+def test_memory_that_the_user_gave_a_gradient_stays_its_own(device):
+    pair = Pair(model_of(), device)
+    pair.warm()
+    for loss in pair.losses(SIZES[0]):
+        loss.backward()
+    gradients = []
+    for one in (pair.captured, pair.plain):
+        gradients.append(one.model.layers[0].mlp.up_proj.weight.grad)
+        gradients[-1].data = 2 * gradients[-1].data
+    views = [gradient[:2] for gradient in gradients]
+    pair.step(SIZES[1])
+    for gradient, view in zip(gradients, views, strict=True):
+        assert torch.equal(gradient[:2], view)
+
+
 def test_a_gradient_set_by_hand_is_added_to(device):
     pair = Pair(model_of(), device)
     pair.warm()
