@@ -6,6 +6,13 @@ from recipe_fixtures import SAVING, write_model, write_recipe, write_rows
 from liger_trainer.command.main import main
 
 
+@pytest.fixture(autouse=True)
+def no_curves(request, monkeypatch):
+    """Draw no curves after each run, which takes as long as some runs. `test_summary.py` draws them."""
+    if request.path.name != "test_summary.py":
+        monkeypatch.setattr("liger_trainer.command.run.saving.draw_curves", lambda history, path: False)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with a tiny model and rows, for `write_recipe`."""

@@ -38,6 +38,7 @@ def assert_same(got, want, tolerance=1e-5):
         assert metrics[f"eagle_step{k}_accuracy"] == pytest.approx(accuracy)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", BATCHES)
 def test_matches_float64(kind, recompute, tmp_path):

@@ -78,7 +78,7 @@ def in_one_group(monkeypatch):
     micro_batch.cache_clear()
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_documents_side_by_side_take_the_memory_of_a_padded_batch(name, checkpointing, in_one_group):
     """57 documents of up to 512 tokens have 7 times as many tokens in a scan as the micro-batch has."""
@@ -101,9 +101,12 @@ def test_groups_of_like_length_take_less_than_one(name, documents, most, request
     assert full < in_groups < most * micro_batch(name, documents=documents)
 
 
-def test_documents_change_nothing_where_layers_are_told_where_they_begin():
-    for name in ("llama", "lfm2", "qwen3_5_text"):
-        assert micro_batch(name, documents=usual_documents) == pytest.approx(micro_batch(name), rel=1e-3)
+@pytest.mark.parametrize(
+    "name",
+    ["llama", pytest.param("lfm2", marks=pytest.mark.slow), pytest.param("qwen3_5_text", marks=pytest.mark.slow)],
+)
+def test_documents_change_nothing_where_layers_are_told_where_they_begin(name):
+    assert micro_batch(name, documents=usual_documents) == pytest.approx(micro_batch(name), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def near(got, want):
     assert got == pytest.approx(want, rel=0.03) and got != pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("has_heads", [True, False])
 def test_stage_1(has_heads, bf16, tmp_path):

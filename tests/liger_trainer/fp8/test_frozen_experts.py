@@ -67,6 +67,7 @@ def test_the_weights(kind):
     assert len(blocks(model)) == 2 and quantize_base(model).swapped == report.swapped, "there is nothing left to do"
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_computes_with_these_numbers(kind, implementation):

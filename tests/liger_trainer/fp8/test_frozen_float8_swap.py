@@ -78,6 +78,7 @@ def test_whole_mlps(options, calls):
     assert gradients < in_16_bits, "no further from PEFT's FP8 code than that is from 16 bits"
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_dtypes(dtype, autocast, calls):

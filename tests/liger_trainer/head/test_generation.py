@@ -48,6 +48,7 @@ def count_norms(monkeypatch):
     return seen
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("adapter", [None, ADAPTER, ON_THE_HEAD], ids=["plain", "adapter", "on the head"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_generation_is_the_models_own_bit_for_bit(model_type, adapter, monkeypatch):

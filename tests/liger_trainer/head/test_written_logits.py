@@ -47,6 +47,7 @@ def loss_and_gradients(model, batch, **call):
     return loss.detach(), gradients
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("call", [{"skip_logits": True}, {"fused_lm_head": True}], ids=["loss", "scores"])
 @pytest.mark.parametrize("with_gradients", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("mode", ["train", "eval"])

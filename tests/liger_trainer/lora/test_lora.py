@@ -75,6 +75,7 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,6 +97,7 @@ def test_same_step(mlp, options, calls):
     assert len(report.swapped) == len(calls) == expected and not report.skipped
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -111,6 +113,7 @@ def test_settings(dtype, autocast, checkpointing):
     assert_same_step(step(models[0], autocast=autocast), step(models[1], autocast=autocast), rtol, floor=0)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["", "dropout"])
 @pytest.mark.parametrize("adapter", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
@@ -209,6 +212,7 @@ def dora(model):
     model.set_adapter("dora")
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("before, mlp", [(True, False), (False, False), (False, True)], ids=["before", "after", "mlp"])
 @pytest.mark.parametrize(
     "change, ours",
@@ -293,6 +297,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("before, mlp", [(True, False), (False, True)], ids=["before", "after-mlp"])
 @pytest.mark.parametrize("where", ["base", "lora_A", "lora_B", "lora_dropout"])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -303,6 +308,7 @@ def test_hooks_on_parts_are_honoured(hook, where, before, mlp, calls):
     assert name.endswith("layers.0.mlp.up_proj") and "a part of the layer" in reason
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("layer", ["self_attn.q_proj", "mlp.gate_proj"])
 @pytest.mark.parametrize("where", ["base_layer", "lora_A.default"])
@@ -342,6 +348,7 @@ def test_results_may_be_changed_in_place(name, change):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("mlp", [False, True], ids=["layer", "mlp"])
 @pytest.mark.parametrize("hook", ["forward", "pre", "backward"])
 def test_hooks_on_the_layer_run_with_ours(hook, mlp, calls):

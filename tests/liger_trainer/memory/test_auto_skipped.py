@@ -39,6 +39,7 @@ class AfterAnError(LigerTrainer):
         return super().compute_loss(model, {name: x[:1] for name, x in inputs.items()}, *args, **kwargs)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("skips", [MEASURED, MEASURED + 1], ids=["measured", "planned"])
 @pytest.mark.parametrize("trainer_class", [WithoutTheModel, AfterAnError])
 def test_a_batch_that_is_skipped(trainer_class, skips, tmp_path, monkeypatch):

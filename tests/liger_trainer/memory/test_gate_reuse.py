@@ -72,6 +72,7 @@ MODELS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("retain_graph", [False, True])
 @pytest.mark.parametrize(
     "model_type, config", [("llama", {}), ("llama", {"mlp_bias": True}), ("glm4", {})], ids=["no-bias", "bias", "fused"]

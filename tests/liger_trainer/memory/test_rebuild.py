@@ -237,6 +237,7 @@ def double_data(module, args, kwargs):
     (args[0] if args else kwargs["hidden_states"]).data.mul_(2)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("above", [0, 16])
 @pytest.mark.parametrize("how", ["in-place", "data", "pre-hook-of-a-projection", "product", *DATA_OF])
 def test_a_tensor_changed_in_place_is_not_made_again_as_it_was(how, above):

@@ -20,6 +20,7 @@ from liger_trainer import LigerMTPConfig, LigerMTPTrainer, LigerSFTConfig
 BATCHES = {"padded": ragged_batch, "packed": packed_batch}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("varlen", [True, False], ids=["real-tokens", "with-padding"])
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def count_calls(monkeypatch):
     return seen
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("parameters", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up", "down"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_adapters_on_experts(model_type, parameters, monkeypatch):
@@ -336,6 +337,7 @@ READ = [
 ]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapted"])
 @pytest.mark.parametrize("implementation, name", READ)
 def test_a_function_that_the_implementation_calls_is_guarded(implementation, name, adapters, monkeypatch):

@@ -27,6 +27,7 @@ def on_attention(model):
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("wrap", [None, on_attention], ids=["all-weights", "frozen"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])

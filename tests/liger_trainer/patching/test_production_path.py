@@ -139,6 +139,7 @@ STEPS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("setting", EVERY_SETTING)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name, setting):
@@ -208,6 +209,7 @@ PLACES = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("setting", EVERY_SETTING)
 @pytest.mark.parametrize("interrupt", [throwing_in_the_forward, throwing_after_the_forward, throwing_in_the_backward])
 @pytest.mark.parametrize("place", PLACES)
@@ -267,6 +269,7 @@ def gradient_of_a_part(model):
     torch.autograd.grad(model(**batch()).loss, [layer.self_attn.k_proj.weight])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("setting", EVERY_SETTING)
 @pytest.mark.parametrize(
     "run", [step, only_forward, interrupted_forward, interrupted_backward, crossed, gradient_of_a_part]
@@ -306,6 +309,7 @@ def with_expert_lora(model, parameters):
     return model
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("patched_first", [False, True], ids=["lora-then-patch", "patch-then-lora"])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("parameters", EXPERTS.values(), ids=EXPERTS)

@@ -33,6 +33,7 @@ def gpt_neox(rotary_pct, heads=4):
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("ids", [(2, 7), (2, 1), (1, 7)], ids=str)
 @pytest.mark.parametrize("rotary_pct, heads, width", [(0.25, 4, 0), (1.0, 4, 2), (0.5, 2, 2)])
 def test_gpt_neox_of_a_tiny_head(rotary_pct, heads, width, ids):

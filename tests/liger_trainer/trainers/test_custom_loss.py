@@ -176,6 +176,7 @@ def test_unknown_token_outputs_are_refused_at_construction(trainer_class, names,
 EXPERTS = {"router_aux_loss_coef": 0.1, "output_router_logits": True}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("ours, stock", [(LigerTrainer, Trainer), (LigerSFTTrainer, SFTTrainer)])
 @pytest.mark.parametrize("model_type, split", [("qwen3_moe", (4, 2)), ("gpt_oss", (8, 1))], ids=str)
 def test_the_router_s_loss_is_added_to_an_own_loss(ours, stock, split, model_type, tmp_path):

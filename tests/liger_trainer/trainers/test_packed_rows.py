@@ -151,6 +151,7 @@ def test_packed_rows_in_sft_are_refused_too(options, tmp_path):
     LigerSFTTrainer(model=model, args=LigerSFTConfig(**options), **given)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", PACKINGS)
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
 def test_sft_of_a_model_that_is_told_rows(kind, name, tmp_path, rows_of_calls):

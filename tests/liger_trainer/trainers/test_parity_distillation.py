@@ -67,6 +67,7 @@ def test_every_option_is_covered():
     }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("kind, split", [("full", (4, 1)), ("lora", (1, 4))], ids=str)
 @pytest.mark.parametrize("model_type", LLAMA_AND_SLOWLY_QWEN3)

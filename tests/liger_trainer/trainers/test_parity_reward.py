@@ -92,6 +92,7 @@ def test_every_option_is_covered():
     }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("shared", [False, True], ids=["unshared", "shared"])
 @pytest.mark.parametrize(
     "options",

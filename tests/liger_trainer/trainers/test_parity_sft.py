@@ -31,6 +31,7 @@ def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_
     assert_same_numbers(runs[1, 8][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     "options",
     [

@@ -46,6 +46,7 @@ def furthest(got, want):
     return max(float((got[name] - p).abs().max()) for name, p in want.items())
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("stream", [Stream, shuffled], ids=["plain", "shuffled"])
 @pytest.mark.parametrize("step", [3, 5, 7, 11])
 def test_a_stream_goes_on_in_its_row(step, stream, tmp_path):

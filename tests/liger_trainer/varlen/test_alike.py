@@ -90,6 +90,7 @@ def test_a_tensor_that_is_not_of_tokens_cannot_be_joined(worthwhile):
         run_side_by_side(lambda hidden_states, mask: (hidden_states, hidden_states.sum()), call, ["mask"], rows)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 @pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", *SLOW])
 def test_a_model_in_groups_is_the_model_on_rows_alone(name, checkpointing, worthwhile, monkeypatch):

@@ -40,6 +40,7 @@ def pooled(model, call):
     return outputs.loss + outputs.hidden_states[-1].mean(1).square().sum()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("loss", [from_logits, regularised, pooled])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (13,)], ids=["four rows", "one row"])

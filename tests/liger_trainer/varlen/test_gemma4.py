@@ -72,6 +72,7 @@ def test_rows_of_large_heads_take_no_groups(monkeypatch):
     assert seen == {(256, False, True), (512, True, False)}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kept", [1, 5])
 @pytest.mark.parametrize("name", ["e2b", "e4b"])
 def test_layers_that_would_compute_only_the_last_tokens(name, kept, tokens):

@@ -48,6 +48,7 @@ def test_a_step_equals_the_padded_batch(model_type, side, tokens):
     assert tokens == [int(batch["attention_mask"].sum())] and not report.skipped
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_images_in_models_with_state_layers(side, checkpointing, monkeypatch):
@@ -96,6 +97,7 @@ def rows_alone(batch):
     return found
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("images", IMAGES)
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
 def test_images_of_the_rows(model_type, images, tokens):
@@ -116,6 +118,7 @@ VIDEOS = {  # the images that are videos, and their frames (or pairs of frames);
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("videos", VIDEOS)
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_videos(model_type, videos, tokens, monkeypatch):

@@ -62,6 +62,7 @@ def test_routers_whose_logits_are_not_recorded(tokens, monkeypatch):
     assert tokens == [sum(LENGTHS)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("prompt", [0, 2])
 def test_batches(kind, prompt, tokens):
@@ -252,6 +253,7 @@ def test_autocast_leaves_float64_as_it_is(name, tokens):
     assert_same_step(got, want)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens"])
 def test_packed_rows_are_rows_one_by_one(name, told, tokens):
@@ -294,6 +296,7 @@ def test_positions_that_the_model_makes_itself(lengths, batch, fits):
     assert plan.fits(given | {"position_ids": positions.expand(3, batch, 7)}) == fits
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("call", ["one padded row", "one full row", "a packed row"])
 @pytest.mark.parametrize("name", ["afmoe", "jetmoe", "llama"])
 def test_one_row_a_batch(name, call):

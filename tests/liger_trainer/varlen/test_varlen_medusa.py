@@ -32,6 +32,7 @@ def logged(model, folder, varlen, side, tokens, **options):
     return torch.tensor([[log[name] for name in names] for log in logs], dtype=torch.float64)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("stage, targets", [(1, "hard"), (1, "soft"), (2, "hard")])
 def test_losses_equal_padded_batches(stage, targets, side, tmp_path, tokens):

@@ -85,6 +85,7 @@ def test_a_cap_that_sdpa_leaves_out_stays_out(masks):
     assert not masks and "differs from the padded batch" in report.unsuited["model"]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "cohere2"])
 @pytest.mark.parametrize("before", [True, False], ids=["before patching", "after it"])
 def test_layers_that_are_told_to_see_later_tokens(before, name, masks):
@@ -119,6 +120,7 @@ def test_a_scale_of_columns_keeps_padding(lengths, masks):
     assert not masks
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss", GEMMA2])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers(name, reentrant, masks):

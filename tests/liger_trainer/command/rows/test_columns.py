@@ -379,6 +379,7 @@ def test_calls_in_a_later_row_keep_their_arguments(tmp_path):
     assert found[1200]["messages"] == MESSAGES[:2] and found[1400]["messages"] == [USER, called("add", x=1)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("count", [3, 12_000], ids=["a few", "12 MB"])
 @pytest.mark.parametrize(
     "first, last",

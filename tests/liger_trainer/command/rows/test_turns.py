@@ -128,6 +128,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("messages, roles, learned", LEARNED.values(), ids=LEARNED)
 def test_what_is_learned_of_messages(messages, roles, learned, template, folder):

@@ -179,6 +179,7 @@ ONE_AFTER_THE_OTHER = [
 ]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("first, second", ONE_AFTER_THE_OTHER, ids=lambda trainer: trainer.__name__)
 def test_two_trainers_one_after_the_other_on_one_model(first, second, kind, tmp_path, monkeypatch):

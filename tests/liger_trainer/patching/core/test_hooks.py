@@ -190,6 +190,7 @@ def run(model, finish):
     return result
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     "order, setting",
     [

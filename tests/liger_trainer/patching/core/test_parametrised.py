@@ -34,6 +34,7 @@ WAYS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("part, way", [*((p, w) for p in PARTS for w in WAYS), (NORM, "counted")])
 def test_a_weight_is_read_as_often_as_in_stock(part, way, when):

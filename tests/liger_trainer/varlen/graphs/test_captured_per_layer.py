@@ -93,10 +93,10 @@ def patched(model):
     [
         ("e2b", unchanged),
         ("e2b", lora_checkpointed),
-        ("e4b", checkpointed),
+        pytest.param("e4b", checkpointed, marks=pytest.mark.slow),
         pytest.param("e4b", lora, marks=pytest.mark.slow),
         ("e4b", lora_of_the_table),
-        ("e4b", frozen_table),
+        pytest.param("e4b", frozen_table, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -65,6 +65,7 @@ def checkpointed(model):
     return model
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("change", [lambda model: model, checkpointed], ids=["full", "checkpointed"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
 def test_steps_equal_uncaptured_ones(name, change, patched, monkeypatch):
