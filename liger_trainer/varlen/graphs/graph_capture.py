@@ -19,7 +19,7 @@ from liger_trainer.varlen.rows import Rows, use_rows
 WORTHWHILE = 0.95  # a replay that takes a larger fraction of the time of Python's code is not used
 # Largest relative difference between a replay and the code it was captured from, in the L2 norm. Both run the same
 # kernels on the same numbers. Only kernels that add in any order differ, such as attention's backward, and in 16 bits
-# their rounding grows from layer to layer. A replay that reads other rows, weights or random numbers is off by far more.
+# their rounding grows from layer to layer. A replay that reads other rows, weights or random numbers is off by more.
 CLOSE = 0.05
 SAMPLE = 4096  # elements of each tensor, or up to twice as many, that are compared after a capture
 
