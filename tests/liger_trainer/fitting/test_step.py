@@ -70,7 +70,7 @@ def test_auto_keeps_what_the_budget_allows():
     assert full.peak < found.peak <= budget * 2**30
 
 
-@pytest.mark.parametrize(("length", "long"), [(LONG // 2, False), (LONG, True)])
+@pytest.mark.parametrize(("length", "long"), [pytest.param(LONG // 2, False, marks=pytest.mark.slow), (LONG, True)])
 def test_auto_keeps_the_results_of_attention_of_long_rows(length, long):
     none, full = (estimate_memory(job(), 1, length, checkpointing, PLENTY) for checkpointing in (False, True))
     budget = (full.peak + 0.2 * (none.peak - full.peak)) / 2**30
@@ -101,6 +101,7 @@ def test_a_reference_model_adds_its_weights(loss):
     assert with_reference.peak == pytest.approx(alone.peak + alone.weights, rel=0.02)
 
 
+@pytest.mark.slow
 def test_two_gpus():
     one = estimate_memory(job(), 4, 256, True, PLENTY)
     ddp = estimate_memory(job(sharding=Sharding("ddp", 2)), 4, 256, True, PLENTY)
@@ -147,7 +148,7 @@ def in_backward(optimizer=torch.optim.AdamW, **options):
     return job(optimizer=optimizer, in_backward=True, **options)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_that_are_freed_in_the_backward_pass(tied):
     """The forward pass peaks then, or the optimizer step of the largest weight."""
     fused = lambda weights: torch.optim.AdamW(weights, fused=True)  # noqa: E731

@@ -26,7 +26,8 @@ def between(runs, share):
 
 
 @pytest.mark.parametrize(
-    "share, patched", [pytest.param(0.3, False, marks=pytest.mark.slow), (0.6, False), (0.3, True)]
+    "share, patched",
+    [pytest.param(0.3, False, marks=pytest.mark.slow), pytest.param(0.6, False, marks=pytest.mark.slow), (0.3, True)],
 )
 def test_the_same_bits_within_the_budget(share, patched, runs, tmp_path, caplog):
     """Rows of uneven lengths, dropout, two micro-batches in a step."""

@@ -290,7 +290,8 @@ def test_checkpointed_layers(tmp_path, caplog):
     assert got == pytest.approx(want, rel=1e-4) and "builds full logits" not in caplog.text
 
 
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_below_an_adapter(reentrant, tmp_path):
     """One graph, except with PyTorch's reentrant checkpointing.
 

@@ -135,7 +135,7 @@ CASES = [
     for model_type in PROCESSED
     for kind in CLASSES
     if (model_type, kind) not in FAIL_IN_TRL
-    for quick in [kind == "sft" or model_type == "qwen2_5_vl"]
+    for quick in [(kind == "sft" and model_type != "gemma3") or model_type == "qwen2_5_vl"]
 ]
 
 

@@ -143,9 +143,17 @@ FORMS = {
     "qwen3_vl": ("plain", "prompts", "grey and alpha", "frozen decoder"),
     "qwen3_5": ("plain", "adapters"),
 }
+ON_REQUEST = (("qwen3_vl", "plain"), ("qwen3_vl", "frozen decoder"), ("qwen3_5", "adapters"))
 
 
-@pytest.mark.parametrize("model_type, form", [(name, form) for name, forms in FORMS.items() for form in forms])
+@pytest.mark.parametrize(
+    "model_type, form",
+    [
+        pytest.param(name, form, marks=pytest.mark.slow if (name, form) in ON_REQUEST else ())
+        for name, forms in FORMS.items()
+        for form in forms
+    ],
+)
 def test_positions_in_three_dimensions(model_type, form, tmp_path, monkeypatch):
     model = qwen(model_type)
     dataset = qwen_rows(model_type, form)

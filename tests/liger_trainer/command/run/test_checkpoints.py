@@ -64,9 +64,16 @@ DAMAGES = {
     "killed": lambda checkpoint: (checkpoint / manifest.NAME).rename(checkpoint / manifest.BEGUN),
     "no file": lambda checkpoint: shutil.rmtree(checkpoint) or checkpoint.mkdir(),
 }
+ON_REQUEST = ("no scheduler", "zeroed random state")
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(damage, id=name, marks=pytest.mark.slow if name in ON_REQUEST else ())
+        for name, damage in DAMAGES.items()
+    ],
+)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(damage, saved_run, folder, capsys):
     shutil.copytree(saved_run, folder / "out")
     damage(folder / "out" / "checkpoint-4")

@@ -65,14 +65,14 @@ def test_the_gradient_of_a_step_is_the_same(loss_type, tmp_path):
     "kind, options",
     [
         pytest.param("rloo", {}, id="rloo"),
-        pytest.param("rloo", {"beta": 0.1}, id="rloo-reference"),
+        pytest.param("rloo", {"beta": 0.1}, id="rloo-reference", marks=pytest.mark.slow),
         pytest.param("grpo", {"beta": 0.1, "importance_sampling_level": "sequence"}, id="reference-sequences"),
         pytest.param("grpo", {"mask_truncated_completions": True, "max_steps": 1}, id="truncated-masked"),
         pytest.param("grpo", {"off_policy_mask_threshold": 0.5, "max_steps": 1}, id="off-policy"),
         pytest.param("grpo", {"split": (4, 2), "steps_per_generation": 4}, id="two-steps-a-generation"),
         pytest.param("grpo", {"split": (4, 8), "steps_per_generation": 4, "max_steps": 1}, id="two-generations-a-step"),
         pytest.param("grpo", {"num_iterations": 2}, id="used-twice"),
-        pytest.param("grpo", {"use_vllm": False, "temperature": 0.7}, id="without-vllm"),
+        pytest.param("grpo", {"use_vllm": False, "temperature": 0.7}, id="without-vllm", marks=pytest.mark.slow),
     ],
 )
 def test_options(kind, options, tmp_path):

@@ -110,7 +110,7 @@ def test_steps_equal_uncaptured_ones(name, change):
     assert all(x.abs().max() > 0 for x in of_table)
 
 
-@pytest.mark.parametrize("name", ["e4b", "12b"])
+@pytest.mark.parametrize("name", ["e4b", pytest.param("12b", marks=pytest.mark.slow)])
 def test_the_model_of_images_on_text(name):
     """It hands its decoder both kinds of embeddings."""
     model, graphs = patched(checkpointed(whole_model(name))), graphs_of()
@@ -182,7 +182,7 @@ def test_embeddings_without_ids_are_not_captured():
     assert any("looks for the id of each embedding" in reason for reason in summary["calls_not_captured"]), summary
 
 
-@pytest.mark.parametrize("replaces", ["instance", "class"])
+@pytest.mark.parametrize("replaces", [pytest.param("instance", marks=pytest.mark.slow), "class"])
 def test_a_method_of_the_user_s_runs_as_the_model_calls_it(replaces, monkeypatch):
     """It may name its arguments in another way."""
     model, graphs = patched(text_model("e4b")), graphs_of()

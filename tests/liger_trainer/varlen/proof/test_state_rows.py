@@ -71,7 +71,11 @@ def test_convolutions_alone(name, gpu, offsets):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid", pytest.param("kimi_linear", marks=pytest.mark.slow)]
+    "name",
+    [
+        "qwen3_5_text",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "olmo_hybrid", "kimi_linear")),
+    ],
 )
 def test_with_a_rule_that_takes_offsets(name, gpu, offsets, monkeypatch):
     """This holds even if the layer passes `cu_seqlens` on under a name that the rule does not know."""
@@ -90,7 +94,7 @@ def test_with_a_rule_that_takes_offsets(name, gpu, offsets, monkeypatch):
         assert_same_with_states(got, wanted)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "zaya"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", pytest.param("zaya", marks=pytest.mark.slow)])
 def test_a_rule_that_is_told_nothing_keeps_rows_side_by_side(name, gpu):
     model = drawn_model(name)
     assert not gpu(model)
