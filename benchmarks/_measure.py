@@ -191,11 +191,22 @@ class Record:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.about | found, indent=1))
+        self.path.write_text(json.dumps(without_folders(self.about | found), indent=1))
 
     def say_where(self):
         if self.path is not None and self.path.exists():
             print(f"the record is in {self.path}; what of it is published, benchmarks/published.yaml says")
+
+
+def without_folders(value):
+    """Replace absolute paths in a record by the names of their files, since no other machine has these folders."""
+    if isinstance(value, dict):
+        return {name: without_folders(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(one) for one in value]
+    if isinstance(value, Path) or (isinstance(value, str) and os.path.isabs(value)):
+        return Path(value).name
+    return value
 
 
 def with_rounded_losses(rows):

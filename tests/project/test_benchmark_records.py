@@ -178,6 +178,9 @@ def test_records_are_complete_and_listed(render):
         assert {"torch", "triton", "transformers", "trl", "liger-kernel"} <= set(record["versions"]), name
         assert record["argv"] or "not record" in record["argv_note"], name
         assert record["argv"] is None or record["argv"][0] == f"benchmarks/{bench}.py", name
+        assert not re.search(r'"(/|\.)\w[^" ]*/', path.read_text()), (
+            f"{name} names a folder of the machine that it ran on"
+        )
     for page, paths in plan["quoted"].items():
         assert (ROOT / page).exists() and paths
 
@@ -253,11 +256,12 @@ def test_a_run_names_its_own_record(tmp_path, monkeypatch):
     monkeypatch.setattr(_measure, "DEVICE", "cuda")
     assert _measure.Record("training", "case", trial=True).path is None
     for count, name in enumerate(("2026-12-01T0930-abcdef0.json", "2026-12-01T0930-abcdef0-2.json"), start=1):
-        record = _measure.Record("training", "case", argv=["--steps", "5"])
+        record = _measure.Record("training", "case", argv=["--steps", "5", "--data", "/rows/alpaca.npz"])
         record.write({"rows": []})
         record.write({"rows": [count]})
         held = json.loads((tmp_path / "training" / "case" / name).read_text())
-        assert held == {"argv": ["benchmarks/training.py", "--steps", "5"], **about, "rows": [count]}
+        argv = ["benchmarks/training.py", "--steps", "5", "--data", "alpaca.npz"]
+        assert held == {"argv": argv, **about, "rows": [count]}
     record = _measure.Record("training", "case", tmp_path / "told.json")
     record.write({})
     assert (tmp_path / "told.json").exists()
