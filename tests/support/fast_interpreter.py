@@ -3,7 +3,7 @@
 At each call of a device function it exchanges the functions of its language, and it restores them when the launch ends.
 Here they stay exchanged, because the process interprets all kernels. At each sum and product of integers it computes
 whether they overflow, and drops the answer unless `debug` is set. At each operation it makes a dictionary of numpy's
-dtypes. Together these take two thirds of the tests' time.
+dtypes. Together these take more than half of the tests' time.
 """
 
 import types
