@@ -63,20 +63,37 @@ def profiler(skip):
     from transformers import TrainerCallback
 
     def gaps(events, longest=12):
-        """Print where the GPU waits: the longest times from the end of all earlier kernels to the start of the next."""
-        spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events if e.device_type.name == "CUDA")
+        """Print where the GPU waits: the longest times from the end of all earlier kernels to the start of the next.
+
+        With each comes what the host did meanwhile: calls of PyTorch and CUDA without the calls inside them.
+        """
+        on_gpu = [event for event in events if event.device_type.name == "CUDA"]
+        calls = [event for event in events if event.device_type.name == "CPU" and not event.cpu_children]
+        spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in on_gpu)
         found = []
         end = spans[0][1]
         before = spans[0][2]
         for start, stop, name in spans:
             if start > end:
-                found.append((start - end, before[:60], name[:60]))
+                found.append((start - end, end, before[:60], name[:60]))
             if stop > end:
                 end, before = stop, name
-        total = sum(gap for gap, _, _ in found)
+        total = sum(gap for gap, *_ in found)
         print(f"GPU idle {total / 2e3:.1f} ms a step of {(end - spans[0][0]) / 2e3:.1f}; the longest, in us:")
-        for gap, before, after in sorted(found, reverse=True)[:longest]:
+        for gap, since, before, after in sorted(found, reverse=True)[:longest]:
             print(f"  {gap:8.0f}  after {before}  before {after}")
+            print(f"            {meanwhile(calls, since, since + gap)}")
+
+    def meanwhile(calls, since, until, most=4):
+        """Return the `most` longest calls between two times, by name, with their us in that time."""
+        times = {}
+        for call in calls:
+            inside = min(call.time_range.end, until) - max(call.time_range.start, since)
+            if inside > 0:
+                times[call.name] = times.get(call.name, 0) + inside
+        ranked = sorted(times.items(), key=lambda pair: -pair[1])[:most]
+        named = [f"{name[:40]} {us:.0f}" for name, us in ranked]
+        return ", ".join([*named, f"in all calls {sum(times.values()):.0f}"])
 
     class Profiler(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
