@@ -459,11 +459,12 @@ def train(arm, run, callbacks=()):
     return row
 
 
-def flag_losses(rows, stock_arms=STOCK, name="losses"):
+def flag_losses(rows, stock_arms=STOCK, name="losses", first_alone=False):
     """Add a note to every row with losses unlike the stock trainer's, if that ran.
 
     The first may differ by 1 %; later ones, which bf16 has driven apart, by 5 %. Another field, `name`, may differ by 5
     and 10 %, and so may the loss of a reward model: 16 numbers in bf16 decide it, not thousands of log-probabilities.
+    With `first_alone`, later ones are not compared.
     """
     few_numbers = name != "losses" or any(row.get("method") == "reward" for row in rows)
     first, later = (0.05, 0.10) if few_numbers else (0.01, 0.05)
@@ -471,7 +472,8 @@ def flag_losses(rows, stock_arms=STOCK, name="losses"):
     for row in rows:
         if stock is None or not row.get(name):
             continue
-        for k, (got, want) in enumerate(zip(row[name], stock, strict=True)):
+        compared = list(zip(row[name], stock, strict=True))
+        for k, (got, want) in enumerate(compared[:1] if first_alone else compared):
             if not abs(got - want) <= (later if k else first) * abs(want):
                 row["note"] = f"WRONG {'LOSS' if name == 'losses' else name}: {got:.4f}, stock {want:.4f}"
                 break

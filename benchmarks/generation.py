@@ -1,12 +1,12 @@
 """Time of a generated token: stock models, and models with our patches, by transformers' `generate`.
 
     python benchmarks/generation.py [--models Llama-3.2-1B Llama-3.2-3B] [--lora 16] [--batch 32] [--prompt 256]
-        [--tokens 128] [--arms stock ours "ours, own code"]
+        [--tokens 128] [--arms stock ours "ours, kernels"]
 
 Weights are random, in bf16, and all rows have as many tokens. `--lora` adds adapters in fp32 to every linear layer, and
-calls the model under autocast, as TRL's trainers do. "ours, own code" is ours with the modules' own code in each call
-that continues rows by a cache, which is what ours does on a CPU. Sampling is greedy, and tokens that differ from
-stock's are counted: in bf16 an argmax of random weights may change with rounding.
+calls the model under autocast, as TRL's trainers do. Ours runs the modules' own code in each call that continues rows
+by a cache; "ours, kernels" runs our code there too. Sampling is greedy, and first tokens that differ from stock's are
+counted: in bf16 an argmax of random weights may change with rounding.
 
 All arms of a model are in one process and take turns, because the host's speed, which decides here, changes from one
 process to the next. `ms` is the median time of a call of `generate` over its tokens, which includes reading the prompt,
@@ -23,20 +23,20 @@ from _models import MODELS
 from _processes import release
 from _steps import Run, build
 
-ARMS = ("stock", "ours", "ours, own code")
+ARMS = ("stock", "ours", "ours, kernels")
 
 
 @contextlib.contextmanager
-def always_in_own_code():
-    """Let patched models run their modules' own code in calls that continue rows by a cache, on a GPU too."""
+def with_kernels():
+    """Let patched models run our code in calls that continue rows by a cache too."""
     from liger_trainer.head import calls
 
-    rule = calls._generates_on_a_cpu
-    calls._generates_on_a_cpu = lambda model, kwargs: calls.cache_of(kwargs) is not None
+    rule = calls._continues_by_a_cache
+    calls._continues_by_a_cache = lambda kwargs: False
     try:
         yield
     finally:
-        calls._generates_on_a_cpu = rule
+        calls._continues_by_a_cache = rule
 
 
 def model_of(name, options, is_patched):
@@ -84,7 +84,7 @@ def rows_of(name, options):
     for turn in range(1 + options.rounds):
         for arm in options.arms:
             model = stock if arm == "stock" else ours
-            with always_in_own_code() if arm == "ours, own code" else contextlib.nullcontext():
+            with with_kernels() if arm == "ours, kernels" else contextlib.nullcontext():
                 seconds, written = generate(model, ids, options)
             first_tokens[arm] = written[:, 0].tolist()
             if turn:  # the first compiles

@@ -358,14 +358,19 @@ def processes_of(options):
 
 
 def flag(found):
-    """Note the rows that have other losses than the stock trainer, or other tokens than the first arm."""
+    """Note the rows that have other losses than the stock trainer, or other tokens than the first arm.
+
+    With adapters, the first loss alone is compared. PEFT adds the adapter's output to a base output that is rounded
+    already. In the first steps, most of that small term is lost. Ours rounds the sum and learns sooner (docs/lora.md).
+    """
     groups = {}
     for row in found:
         groups.setdefault((row["case"], row["method"], row.get("rows")), []).append(row)
-    for (_, method, _), alike in groups.items():
+    for (case, method, _), alike in groups.items():
         kind = _trainers.KINDS.get(method)
         compared = "losses" if kind is None or kind.compared == "loss" else kind.compared
-        flag_losses(alike, [arm for arm in ARMS if arm.startswith("stock")], compared)
+        stock = [arm for arm in ARMS if arm.startswith("stock")]
+        flag_losses(alike, stock, compared, first_alone="lora" in CASES[case])
         flag_tokens(alike)
 
 

@@ -42,6 +42,7 @@ With `--skip 0` the first step is on the clock too, with what it compiles and al
 are then per process. Under context parallelism the processes share each row, and its tokens/s too.
 """
 
+import importlib.util
 import os
 import time
 
@@ -179,6 +180,8 @@ def case_of(options):
     if options.auto:
         parts.append("auto" if options.memory_budget is None else f"auto-{options.memory_budget:g}gib")
     parts += [f"of-{options.gpu_memory:g}gib"] if options.gpu_memory is not None else []
+    has_rule = MODELS[options.model][0].startswith("qwen3_5")
+    parts += ["without-fla"] * (has_rule and importlib.util.find_spec("fla") is None)
     parts += ["optimizer_in_backward"] * options.optimizer_in_backward + ["no_waits"] * options.no_waits
     if options.config_file:
         parts += [os.path.splitext(os.path.basename(options.config_file))[0], f"x{options.processes}"]

@@ -41,9 +41,8 @@ from liger_trainer.patching.core.report import ReportEntry
 from liger_trainer.varlen import registry
 from liger_trainer.varlen.decide import bound_backbone, decide, why_padding_is_read
 from liger_trainer.varlen.plan_batch import holds_packed_rows
-from liger_trainer.varlen.unpad_plan import cache_of, tokens_of, use_plan
+from liger_trainer.varlen.unpad_plan import cache_of, use_plan
 from liger_trainer.varlen.unpadded_backbone import BackboneBinding
-from liger_triton.devices import runs_kernels
 
 _OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # these cover padding: TRL's ORPO and CPO log means over it too
 
@@ -98,7 +97,7 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
 
     @in_place_of(model_class.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() and _generates_on_a_cpu(self, kwargs):
+        if not torch.is_grad_enabled() and _continues_by_a_cache(kwargs):
             with own_code():
                 return call_previous(self, FusedHeadBinding, args, kwargs)
         request = HeadRequest.taken_from(kwargs)
@@ -123,18 +122,14 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
     return forward
 
 
-def _generates_on_a_cpu(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call, made without gradients, continues rows with a cache on a CPU, where no kernel runs.
+def _continues_by_a_cache(kwargs: dict[str, Any]) -> bool:
+    """Return whether a call, made without gradients, continues rows by a cache, as `generate` does.
 
-    Such a call runs the modules' own code: for a few tokens it takes less time than the kernels' plain PyTorch versions
-    and the checks around them. Other calls keep our code, so that every pass of a training computes the same numbers.
+    Such a call runs the modules' own code, so that a model generates what it does unpatched. A kernel saves little for
+    a few tokens, and the Python around it takes longer: 9 to 17 % more time for each token on a GPU
+    (`benchmarks/generation.py`). Other calls keep our code, so that every pass of a training computes the same numbers.
     """
     if torch.compiler.is_compiling() or cache_of(kwargs) is None or HeadRequest.is_in(kwargs):
-        return False
-    tokens = tokens_of(kwargs)
-    if not isinstance(tokens, torch.Tensor) or tokens.device.type != "cpu" or runs_kernels(tokens):
-        return False
-    if "hf_device_map" in model.__dict__:  # tokens on the CPU may go to weights on a GPU
         return False
     has_labels = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
     return not has_labels and not holds_packed_rows(kwargs)

@@ -83,6 +83,27 @@ def test_fp32_adapters_lose_nothing_to_16_bits(device):
         assert (g.double() - w).norm() <= 1e-5 * w.norm()
 
 
+@pytest.mark.parametrize("under_autocast", [False, True])
+def test_an_adapter_far_below_the_rounding_of_the_output_is_kept(under_autocast, device):
+    """As in the first steps of a training, when B is small.
+
+    PEFT adds the adapter's result to an output that is rounded already, and loses most of it. Ours rounds the sum.
+    """
+    x, weight, _, a, b = inputs((200,), torch.bfloat16, device, 16, (64, 320), adapter=torch.float32, bias=False)
+    b = b.detach() / 4000
+    with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16, enabled=under_autocast):
+        got = ours(x, weight, None, a, b)
+        of_peft = F.linear(x, weight) + 0.5 * F.linear(F.linear(x, a.bfloat16()), b.bfloat16())
+    x, weight, a, b = (t.detach().double() for t in (x, weight, a, b))
+    base, small = x @ weight.t(), 0.5 * x @ a.t() @ b.t()
+
+    def part_kept(y):
+        return ((y.double() - base) * small).sum() / small.square().sum()
+
+    assert 0.8 < part_kept(got) < 1.2
+    assert part_kept(of_peft) < 0.6
+
+
 def test_small_gradients_of_fp32_adapters_on_fp16_survive(device):
     """Runs without autocast. Two fp16 numbers would keep one digit of a gradient of 1e-7."""
     x, weight, _, a, b = inputs((50,), torch.float16, device, adapter=torch.float32, bias=False)
