@@ -1,9 +1,10 @@
 """`activation_checkpointing: auto` on a GPU gives the same bits, whatever is kept or waits on the host.
 
-CUDA_VISIBLE_DEVICES=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 pytest tests/liger_trainer/memory/test_auto_gpu.py
+CUDA_VISIBLE_DEVICES=0 pytest -m gpu tests/liger_trainer/memory/test_auto_gpu.py
 """
 
 import gc
+import os
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.memory.device_memory import GIB
+
+# Without it, cuBLAS may add in another order each time. PyTorch reads it at the first product on a GPU.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTH = 2048

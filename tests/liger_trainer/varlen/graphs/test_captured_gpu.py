@@ -1,11 +1,11 @@
 """Captured backbones on a GPU: bit-equal, with dropout, on 4-bit bases, and within a stated memory.
 
-CUDA_VISIBLE_DEVICES=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 \\
-    pytest -m gpu tests/liger_trainer/varlen/graphs/test_captured_gpu.py
+CUDA_VISIBLE_DEVICES=0 pytest -m gpu tests/liger_trainer/varlen/graphs/test_captured_gpu.py
 """
 
 import copy
 import itertools
+import os
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from liger_trainer import apply_liger
 from liger_trainer.patching import rule_packages
 from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder
 from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
+
+# Without it, cuBLAS may add in another order each time. PyTorch reads it at the first product on a GPU.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = (130, 1, 300, 81)  # together 512, which is a captured size, so no row fills it up
