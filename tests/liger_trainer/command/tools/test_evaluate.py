@@ -114,7 +114,7 @@ def test_answers_of_a_trained_adapter_are_exact(chats, capsys):
         "system_prompt": "w9",
         "use_peft": True,
         "lora_target_modules": "all-linear",
-        "learning_rate": 0.05,
+        "learning_rate": 0.02,
         "max_steps": 60,
     }
     code, _, err = command(capsys, "train", write_recipe(chats, **keys))
