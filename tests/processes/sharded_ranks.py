@@ -79,8 +79,8 @@ OF_MODE = {
     # With `varlen_attention`, and other lengths on each rank.
     "fsdp2-varlen": ("trainer-images", "sft-checkpointing", "dpo"),
     "fsdp2-more-varlen": ("trainer", "grpo", "rloo"),
-    "zero3-varlen": ("sft-checkpointing", "dpo"),
-    "zero3-more-varlen": ("trainer", "grpo", "rloo"),
+    "zero3-varlen": ("sft-checkpointing",),
+    "zero3-more-varlen": ("trainer", "dpo", "grpo", "rloo"),
     # DeepSpeed cannot shard trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
     "zero3-bf16": tuple(case for case in WITHOUT_EXPERTS if case != "trainer-lora-and-saved-head"),
 }

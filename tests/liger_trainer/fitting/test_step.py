@@ -198,7 +198,10 @@ def with_adapters(fp8, **options):
     return made
 
 
-@pytest.mark.parametrize("checkpointing, autocast", [(False, None), (True, torch.bfloat16), ("auto", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "checkpointing, autocast",
+    [(False, None), (True, torch.bfloat16), pytest.param("auto", torch.bfloat16, marks=pytest.mark.slow)],
+)
 def test_a_frozen_fp8_base(checkpointing, autocast):
     """Its layers take one byte a weight and four a row. Memory kept for the backward pass does not change."""
     plain, fp8 = (

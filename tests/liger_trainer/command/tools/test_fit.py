@@ -75,16 +75,20 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
 
 
-def test_the_memory_of_captured_steps_is_told_where_there_may_be_some(short_search, recipe, capsys):
-    def told(*words, **keys):
-        code, out, err = command(capsys, "fit", recipe(activation_checkpointing="true", **keys), *words)
-        assert code == 0, err
-        return "The memory of captured steps (cuda_graphs) is not counted. Their pool holds" in out
-
-    assert told() and told(cuda_graphs=True)
-    assert not told(cuda_graphs=False)
-    assert not told("--activation_checkpointing", "auto")
-    assert not told("--gpus", "2")
+@pytest.mark.parametrize(
+    "told, words, keys",
+    [
+        (True, (), {}),
+        (False, (), {"cuda_graphs": False}),
+        pytest.param(True, (), {"cuda_graphs": True}, marks=pytest.mark.slow),
+        pytest.param(False, ("--activation_checkpointing", "auto"), {}, marks=pytest.mark.slow),
+        pytest.param(False, ("--gpus", "2"), {}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_memory_of_captured_steps_is_told_where_there_may_be_some(told, words, keys, short_search, recipe, capsys):
+    code, out, err = command(capsys, "fit", recipe(activation_checkpointing="true", **keys), *words)
+    assert code == 0, err
+    assert ("The memory of captured steps (cuda_graphs) is not counted. Their pool holds" in out) == told
 
 
 def test_a_model_of_images(short_search, recipe, tmp_path, capsys):
@@ -96,6 +100,7 @@ def test_a_model_of_images(short_search, recipe, tmp_path, capsys):
     assert code == 0 and "attn: one attention for all images or windows" in out, err
 
 
+@pytest.mark.slow
 def test_images_of_rows(recipe, tmp_path, capsys):
     image_model("gemma3").config.save_pretrained(tmp_path / "model")
     path, images = recipe(max_length=64), ("--images", "80x60,60x80")
@@ -121,6 +126,7 @@ def test_wrong_image_sizes_are_refused(value, recipe, capsys):
     assert code == 2 and f"--images is {value!r}; expected the width and height" in err
 
 
+@pytest.mark.slow
 def test_documents_of_packed_rows(short_search, recipe, tmp_path, capsys):
     small_config("bamba").save_pretrained(tmp_path / "model")
 
