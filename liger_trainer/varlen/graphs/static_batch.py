@@ -18,7 +18,6 @@ from liger_trainer.varlen.shared_rows import StaticSharedRows, lay_across
 LEAST_LONGEST = 64  # every size has room for a row of this many tokens
 CHUNK = 64  # tokens of a chunk in the rules of flash-linear-attention
 STEP = 64  # sizes are multiples of this many tokens, so that Triton specializes its kernels for one alignment
-FINER = 4096  # from so many tokens on, sizes are closer: the GPU is busy, so that each token of the filler costs time
 
 
 class TokenBatch(NamedTuple):
@@ -195,12 +194,9 @@ def _zeros_like(x: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def round_up(tokens: int) -> int:
-    """Round a number of tokens up to a size.
-
-    Sizes are multiples of `STEP`. Each is at most 1/8 larger than the one before, or 1/16 from `FINER` tokens on.
-    """
+    """Round a number of tokens up to a size: multiples of `STEP`, each at most 1/8 larger than the one before."""
     power = 1 << max(tokens - 1, 1).bit_length() - 1
-    step = power // 16 if power >= FINER else max(STEP, power // 8)
+    step = max(STEP, power // 8)
     return -(-tokens // step) * step
 
 
