@@ -472,8 +472,10 @@ def flag_losses(rows, stock_arms=STOCK, name="losses", first_alone=False):
     for row in rows:
         if stock is None or not row.get(name):
             continue
-        compared = list(zip(row[name], stock, strict=True))
-        for k, (got, want) in enumerate(compared[:1] if first_alone else compared):
+        pairs = list(zip(row[name], stock, strict=True))
+        if first_alone:
+            pairs = pairs[:1]
+        for k, (got, want) in enumerate(pairs):
             if not abs(got - want) <= (later if k else first) * abs(want):
                 row["note"] = f"WRONG {'LOSS' if name == 'losses' else name}: {got:.4f}, stock {want:.4f}"
                 break

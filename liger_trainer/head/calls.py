@@ -125,9 +125,10 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
 def _continues_by_a_cache(kwargs: dict[str, Any]) -> bool:
     """Return whether a call, made without gradients, continues rows by a cache, as `generate` does.
 
-    Such a call runs the modules' own code, so that a model generates what it does unpatched. A kernel saves little for
-    a few tokens, and the Python around it takes longer: 9 to 17 % more time for each token on a GPU
-    (`benchmarks/generation.py`). Other calls keep our code, so that every pass of a training computes the same numbers.
+    Such a call runs the modules' own code, so that a model generates what it does unpatched. With kernels, a token took
+    9 to 17 % longer on a GPU than unpatched (`benchmarks/generation.py`): for a few tokens, the Python around a kernel
+    takes longer than the kernel saves. Other calls keep our code, so that every pass of a training computes the same
+    numbers.
     """
     if torch.compiler.is_compiling() or cache_of(kwargs) is None or HeadRequest.is_in(kwargs):
         return False

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import get_peft_model
 from tiny_models import tiny_model
 from torch import nn
@@ -54,6 +55,19 @@ def test_generation_is_the_models_own_bit_for_bit(model_type, adapter, monkeypat
     want = generated(model_of(model_type, adapter))
     model = model_of(model_type, adapter)
     apply_liger(model)
+    seen = count_norms(monkeypatch)
+    got = generated(model)
+    assert seen == []
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+def test_a_model_whose_weights_wait_elsewhere_generates_by_its_own_code(monkeypatch):
+    """accelerate's hooks are around each module's forward, and bring its weights."""
+    want = generated(model_of())
+    model = model_of()
+    apply_liger(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
     seen = count_norms(monkeypatch)
     got = generated(model)
     assert seen == []
