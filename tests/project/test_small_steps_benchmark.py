@@ -166,6 +166,21 @@ def test_one_process_trains_several_trainers(tmp_path, capsys):
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize(("case", "flagged"), [("1b-full", [False, True, True]), ("8b-lora", [False, False, True])])
+def test_later_losses_are_compared_without_adapters_alone(case, flagged):
+    import small_steps
+
+    rows = [
+        {"arm": "stock", "losses": [10.0, 9.0]},
+        {"arm": "ours_auto", "losses": [10.0, 8.0]},
+        {"arm": "trl_liger", "losses": [9.0, 9.0]},
+    ]
+    for row in rows:
+        row |= {"case": case, "method": "sft", "rows": "alpaca"}
+    small_steps.flag(rows)
+    assert ["note" in row for row in rows] == flagged
+
+
 def test_a_run_that_is_over_begins_nothing(tmp_path, monkeypatch, capsys):
     import small_steps
 
