@@ -16,8 +16,8 @@ of its prompt's keys and values. `--always` shares even if that saves little, to
 
 `ms` is the median of the timed steps, by events on the GPU's stream. `gib_used` is the memory of the process by the
 driver. `gib_above` is what PyTorch's allocator took for all that is no weight, gradient or state of AdamW. `saved` is
-the part of the real tokens that sharing does not compute. Each arm runs in its own process. `--profile` runs two more
-steps under PyTorch's profiler, and prints where their GPU time goes.
+the part of the real tokens that sharing does not compute. Each arm runs in its own process. `--profile` runs three more
+steps under PyTorch's profiler, and prints where the time of the last two goes.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from _models import MODELS
 from _processes import emit, rows_from
 from _steps import ATTENTION, Run, build, classes_of, tokenizer_of
 from small_steps import gib_used, milliseconds_between, stamp
-from training import profiler
+from training import PROFILED, profiler
 
 ARMS = (
     "GRPOTrainer",
@@ -44,7 +44,6 @@ ARMS = (
     "LigerGRPOTrainer - graphs + sorted",
 )
 LEAST = 64  # tokens of a completion
-PROFILED = 2  # steps
 
 
 def group_of(options, vocab, step):
@@ -193,7 +192,7 @@ def main():
     parser.add_argument("--batches", type=int, default=8, help="steps on the clock, each with completions of its own")
     parser.add_argument("--rounds", type=int, default=3, help="how often they are trained on, the clock included")
     parser.add_argument("--always", action="store_true", help="share prompts however little that saves")
-    parser.add_argument("--profile", action="store_true", help="print where the GPU time of two more steps goes")
+    parser.add_argument("--profile", action="store_true", help="print where the time of two more steps goes")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help='all; "+ sorted" only with --micro_batches')
     options = parser.parse_args()

@@ -54,21 +54,29 @@ from _rows import KINDS
 from _steps import ARMS, Run, check_arms, flag_losses, flag_tokens, train
 
 LORA_ARMS = ("LigerSFTTrainer", "LigerSFTTrainer - varlen", "SFTTrainer", "SFTTrainer + Liger")
+PROFILED = 3  # steps under the profiler
 STEPS = {"full": 14, "padded": 32, "packed": 32}
 
 
 def profiler(skip):
-    """A callback that runs two steps after `skip` under torch's profiler and prints the slowest kernels."""
-    from torch.profiler import ProfilerActivity
+    """A callback that profiles two steps after `skip` + 1, and prints their slowest kernels and where the GPU waits.
+
+    The step before these two runs under PyTorch's profiler too. Starting it waits for the GPU, so in that step the host
+    lacks the head start that it has in training.
+    """
+    from torch.profiler import ProfilerActivity, record_function
     from torch.profiler import profile as torch_profile
     from transformers import TrainerCallback
+
+    begin = "the first step that counts"
 
     def gaps(events, longest=12):
         """Print where the GPU waits: the longest times from the end of all earlier kernels to the start of the next.
 
         With each comes what the host did meanwhile: calls of PyTorch and CUDA without the calls inside them.
         """
-        on_gpu = [event for event in events if event.device_type.name == "CUDA"]
+        (since,) = [event.time_range.start for event in events if event.name == begin]
+        on_gpu = [e for e in events if e.device_type.name == "CUDA" and e.time_range.start > since and e.name != begin]
         calls = [event for event in events if event.device_type.name == "CPU" and not event.cpu_children]
         spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in on_gpu)
         found = []
@@ -101,15 +109,16 @@ def profiler(skip):
             if state.global_step == skip:
                 self.profiler = torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
                 self.profiler.__enter__()
-            if state.global_step == skip + 2:
+            if state.global_step == skip + 1:
+                with record_function(begin):
+                    pass
+            if state.global_step == skip + PROFILED:
                 torch.cuda.synchronize()
                 self.profiler.__exit__(None, None, None)
                 gaps(self.profiler.events())
-                print(
-                    self.profiler.key_averages().table(
-                        sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90
-                    )
-                )
+                for order, rows in (("self_cuda_time_total", 45), ("self_cpu_time_total", 15)):
+                    print(f"{PROFILED} steps, by {order}:")
+                    print(self.profiler.key_averages().table(sort_by=order, row_limit=rows, max_name_column_width=90))
 
     return Profiler()
 
@@ -145,7 +154,7 @@ def one_arm(options):
         layers=options.layers,
         prompt=options.prompt,
     )
-    emit(train(options.arm, run, [profiler(run.skip)] if options.profile else []))
+    emit(train(options.arm, run, [profiler(run.skip + 1)] if options.profile else []))
     if options.processes > 1:
         time.sleep(0.5)  # as at the end of liger_trainer/command/run/train.py
 
@@ -256,7 +265,7 @@ def make_parser():
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
     parser.add_argument("--config_file", help="of accelerate, to launch with")
     parser.add_argument("--processes", type=int, default=1, help="with --config_file")
-    parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
+    parser.add_argument("--profile", action="store_true", help="print where the time of two steps goes")
     return parser
 
 
@@ -267,6 +276,8 @@ def check(parser, options):
     if options.steps <= skip_of(options):
         least = skip_of(options) + 1 if options.rows == "full" else 2
         parser.error(f"--steps is {options.steps}; the clock starts after {skip_of(options)}, so take at least {least}")
+    if options.profile and options.steps <= skip_of(options) + PROFILED:
+        parser.error(f"--steps is {options.steps}; take at least {skip_of(options) + PROFILED + 1} with --profile")
     if options.rows != "full" and not options.data:
         parser.error(f"--rows {options.rows} takes the rows of a file: name it with --data")
     if options.skip is not None and (options.skip < 0 or options.rows != "full"):

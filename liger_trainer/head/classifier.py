@@ -82,9 +82,8 @@ def _with_pooled(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
         return None
     values = values_of(ids)[0].cpu()  # waits for the device if the host does not know the values
     columns = torch.arange(values.shape[1], device="cpu", dtype=torch.int32)
-    pooled = (columns * (values != pad)).argmax(-1)  # as transformers does
-    marks = torch.full_like(values, -100)
-    marks[torch.arange(len(values), device="cpu"), pooled] = 0
+    pooled = (columns * (values != pad)).argmax(-1, keepdim=True)  # as transformers does
+    marks = torch.where(columns == pooled, 0, -100).to(values.dtype)
     on_device = sent(marks, ids.device)
     if on_device is not marks:
         remember(on_device, marks)

@@ -63,14 +63,14 @@ def flat_rows(inputs: dict[str, Any]) -> FlatRows:
     if mask is not None and mask.ndim == 2:
         real = mask.bool()
     places = real.flatten().nonzero()[:, 0]
-    positions = positions.flatten()[places]
+    positions = positions.flatten().index_select(0, places)
     row = places // ids.shape[1]
     begins = torch.ones_like(places, dtype=torch.bool)
     begins[1:] = (positions[1:] != positions[:-1] + 1) | (row[1:] != row[:-1])
     starts = begins.nonzero()[:, 0]
     offsets = torch.cat([starts, starts.new_tensor([len(places)])]).int()
     lengths = offsets.diff().tolist()
-    tensors = places, ids.flatten()[places], positions, offsets
+    tensors = places, ids.flatten().index_select(0, places), positions, offsets
     if ids.device != inputs["input_ids"].device:
         tensors = tuple(sent(x, inputs["input_ids"].device) for x in tensors)
     return FlatRows(*tensors, lengths)

@@ -132,7 +132,9 @@ class UnpadPlan:
         if not isinstance(x, MirroredTensor) or is_stale(x):
             return taken
         (index,) = values_of(self.index)
-        return taken if index.is_cuda else MirroredTensor.around(taken, x.values.flatten(0, 1)[index])
+        if index.is_cuda:
+            return taken
+        return MirroredTensor.around(taken, x.values.flatten(0, 1).index_select(0, index))
 
     def repad(self, outputs):
         """Put every tensor of real tokens that the backbone has returned back into the shape of the batch."""

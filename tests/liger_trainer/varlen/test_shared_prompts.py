@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tiny_models import VOCAB, assert_same_step, step
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from varlen_batches import ON, drawn_model, model_of, patched
 
@@ -13,6 +14,7 @@ from liger_trainer.head.module import head_options
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.varlen.decide import backbone_of
 from liger_trainer.varlen.groups import ALWAYS, PAYS, Group, SharingRule, find_groups, lay_out, saved_by, worthwhile
+from liger_trainer.varlen.plan_batch import plan_batch
 from liger_trainer.varlen.unpadded_backbone import BackboneBinding
 
 FAMILIES = (
@@ -252,6 +254,29 @@ def test_the_last_token_of_a_prompt_stays_private():
     ids = call["input_ids"].flatten()
     assert torch.equal(ids[layout.places][layout.source], ids[layout.real])
     assert layout.longest_row == 16
+
+
+class Operations(TorchDispatchMode):
+    """Lists the operations that PyTorch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_planning_indexes_nothing_by_a_tensor(halves):
+    """Such an operation starts all threads of the host: 18 ms with 32 cores, while the GPU waits."""
+    call = batch(side="right") | {"use_cache": False}
+    with Operations() as operations:
+        plan = plan_batch(model_of().config, call, sharing=ALWAYS._replace(halves=halves))
+    assert plan.saved
+    assert "masked_select" in operations.names
+    assert not {"index", "index_put_", "take"} & set(operations.names)
 
 
 def test_the_rule_asks_for_prefix_saving_and_part():

@@ -69,10 +69,15 @@ def lora(model):
 @pytest.mark.parametrize("change", [full, lora], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("build", "name"), [(text_model, "e2b"), (text_model, "e4b"), (whole_model, "e4b")])
 def test_replayed_steps_equal_uncaptured_ones(build, name, change, rows, monkeypatch):
-    """With checkpointing. No layer attends row by row: that would need lengths on the host."""
+    """With checkpointing. No layer attends row by row: that would need lengths on the host.
+
+    Without padding, uncaptured layers attend by other kernels than captured ones. Both are compared with stock in fp32,
+    because the scores of random weights are large, and rounding changes the gradients of queries by half.
+    """
     longer = {"max_position_embeddings": 1024, "sliding_window": 64}
     model = build(name, **longer)
     model = change(model).to("cuda", torch.bfloat16)
+    exact = copy.deepcopy(model).float().train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     report = apply_liger(model.train())["varlen_attention"]
@@ -84,16 +89,20 @@ def test_replayed_steps_equal_uncaptured_ones(build, name, change, rows, monkeyp
     graphs.may_capture = True
     plain = copy.deepcopy(model)
     batches = ROWS if rows == "padded" else ((128,) * 4, (512,), (256,) * 2, (64,) * 8)
-    limit = 3e-2 if rows == "padded" else 8e-2  # without padding, uncaptured layers attend by other kernels
     for count, lengths in enumerate((*batches, *batches)):
         call = batch(lengths, seed=count)
         (got_loss, got), (want_loss, want) = captured_step(model, call, graphs), captured_step(plain, call)
         torch.testing.assert_close(got_loss, want_loss, rtol=2e-3, atol=0)
         assert got.keys() == want.keys()
-        largest = max(gradient.norm() for gradient in want.values())
-        for parameter, gradient in want.items():
+        reference, rounding = want, dict.fromkeys(want, 0.0)
+        if rows != "padded":
+            _, reference = captured_step(exact, call)
+            rounding = {parameter: (want[parameter] - reference[parameter]).norm() for parameter in want}
+        largest = max(gradient.norm() for gradient in reference.values())
+        for parameter, gradient in reference.items():
             apart = (got[parameter] - gradient).norm()
-            assert apart <= limit * gradient.norm() + 1e-3 * largest, (lengths, parameter)
+            allowed = 3e-2 * gradient.norm() + 1e-3 * largest + 1.5 * rounding[parameter]
+            assert apart <= allowed, (lengths, parameter, rounding[parameter])
     summary = graphs.summary.to_dict()
     assert summary["calls_replayed"] == 2 * len(batches) - 1, summary
     assert summary["sizes"][0] == 512, summary

@@ -160,15 +160,38 @@ def test_a_convolution_that_the_kernel_does_not_take_computes_padding(gpu, monke
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "qwen3_5_text", "bamba"])
-def test_on_a_gpu(name):
-    """Runs the kernels in fp32, because stock's products are fp32 too. `lfm2` computes no padding."""
-    model = drawn_model(name).cuda()
-    stock = copy.deepcopy(model)
+def test_on_a_gpu(name, monkeypatch):
+    """In fp32, and no further from the stock model on a CPU than stock is here. `lfm2` computes no padding.
+
+    flash-linear-attention multiplies fp32 in TF32, so the decay of a gated delta rule is off by 0.5 % in stock too.
+    """
+    model = drawn_model(name)
+    right, left = batch(side="right"), batch(side="left")
+    packed = dict(DataCollatorWithFlattening()(rows_of(right)))
+    with monkeypatch.context() as patch:
+        scope = sys.modules[type(model).__module__]
+        for function in (RULES[0], "causal_conv1d_fn"):
+            if kernel_behind(vars(scope).get(function)) is not None:  # a package's, which takes no tensors of a CPU
+                patch.setattr(scope, function, vars(scope)[function].__wrapped__)
+        exact = {side: step(copy.deepcopy(model), call) for side, call in (("right", right), ("left", left))}
+    stock = model.cuda()
+    model = copy.deepcopy(stock)
     report = apply_liger(model, ON)["varlen_attention"]
     by_rows = any("one after the other" in text for text in report.swapped.values())
     assert by_rows or not name.startswith("lfm2")
-    right, left = ({name: x.cuda() for name, x in batch(side=side).items()} for side in ("right", "left"))
-    want = [step(stock, call) for call in (right, left)]
-    packed = {name: x.cuda() for name, x in DataCollatorWithFlattening()(rows_of(right)).items()}
-    for call, wanted in ((right, want[0]), (left, want[1]), (packed, want[0])):
-        assert largest_difference(step(model, call), wanted) <= 1e-4
+    rounding = {}
+    for side, call in (("right", right), ("left", left)):
+        rounding[side] = largest_difference(on_cpu(step(stock, on_gpu(call))), exact[side])
+    for call, side in ((right, "right"), (left, "left"), (packed, "right")):
+        apart = largest_difference(on_cpu(step(model, on_gpu(call))), exact[side])
+        assert apart <= 1e-4 + 2 * rounding[side], (side, rounding)
+
+
+def on_gpu(call):
+    return {name: x.cuda() for name, x in call.items()}
+
+
+def on_cpu(result):
+    """The loss and the gradients that `step` returned, on the CPU."""
+    loss, gradients = result
+    return loss.cpu(), {name: gradient.cpu() for name, gradient in gradients.items()}
