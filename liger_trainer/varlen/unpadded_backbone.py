@@ -120,11 +120,13 @@ def _forward_of(backbone_class):
         try:
             return _run(self, bound, plan, call)
         except NotForRows as error:
-            # For good: a later call would raise again, after the layers before have run in vain.
-            bound.fallback_active = True
-            _refuse_mixing(bound, plan, str(error))
-            bound.report_fallback(str(error), COMPUTES_PADDING)
-            return bound.call_previous(args, kwargs)
+            why = str(error)
+        # Not within the `except`. In torch 2.11 a checkpointed layer that raises leaves its hooks on saved tensors in
+        # place until its frames are gone.
+        bound.fallback_active = True  # for good: a later call would raise again, after the layers before have run
+        _refuse_mixing(bound, plan, why)
+        bound.report_fallback(why, COMPUTES_PADDING)
+        return bound.call_previous(args, kwargs)
 
     return forward
 

@@ -12,6 +12,7 @@ import warnings
 import torch
 from attentions import with_own_attention
 from tiny_models import CANCELLING, VOCAB, assert_same_step, gradients, tiny_model
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from liger_trainer import apply_liger
 from liger_trainer.trainers import cuda_graphs
@@ -49,6 +50,29 @@ def batch(lengths=LENGTHS, side="right", width=20, prompt=2):
     real = (from_start >= 0) & (from_start < count)
     labels = ids.masked_fill(~real | (from_start < prompt), -100)
     return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+
+
+def checkpointed_as_in_torch_2_11(model):
+    """Checkpoint `model` as torch 2.11 does it.
+
+    Its `checkpoint` does not close its generator if a layer raises, so the hooks on saved tensors stay in place until
+    the frames of the exception are gone. torch 2.13 closes it.
+    """
+
+    def checkpoint(function, *args, **kwargs):
+        stages = _checkpoint_without_reentrant_generator(
+            function, True, noop_context_fn, "default", False, True, *args, **kwargs
+        )
+        next(stages)
+        result = function(*args, **kwargs)
+        next(stages, None)
+        return result
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = checkpoint
+    return model
 
 
 def captured_step(model, call, graphs=None):

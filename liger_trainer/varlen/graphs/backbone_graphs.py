@@ -165,14 +165,18 @@ class BackboneGraphs:
         self._begun = None
         if self._snapshot is None:  # the call may have put the model into evaluation mode since, as Medusa's does
             self.find_snapshot()
+        size = None
         try:
             mode = self._mode_for(batch, constants)
             size = self._size_for(mode, batch, forward, dict(constants))
         except NotCapturable as reason:
             self.summary.count(str(reason))
-            # The ids have been embedded already. Embedding them again would run hooks and draw random numbers twice.
+        if size is None:
+            # Not within the `except`. In torch 2.11 a checkpointed layer that raises, in a capture, leaves its hooks on
+            # saved tensors in place until its frames are gone.
             if self._begun is not None:  # the first call of a mode shows whether a replay would leave something out
                 return self._run_first(self._begun, embedded, run_uncaptured)
+            # The ids have been embedded already. Embedding them again would run hooks and draw random numbers twice.
             return run_uncaptured(embedded)
         self.summary.replayed += 1
         self.clock += 1

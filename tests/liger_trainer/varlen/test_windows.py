@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.models.gpt_oss import modeling_gpt_oss
-from varlen_batches import LENGTHS, ON, batch, model_of, patched, rows_of
+from varlen_batches import LENGTHS, ON, batch, checkpointed_as_in_torch_2_11, model_of, patched, rows_of
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import attention
@@ -212,6 +212,17 @@ def test_dropout_of_attention_is_the_model_s_own(masks, caplog):
     patched(model)
     assert step(model, call)[0].isfinite()
     assert model.model._liger_varlen.fallback_active
+
+
+def test_a_checkpointed_layer_that_cannot_run_rows(masks):
+    """Its second layer has sinks and dropout. The first one has run on rows when the model's own code starts."""
+    model = checkpointed_as_in_torch_2_11(of("gpt_oss"))
+    patched(model)
+    model.model.layers[1].self_attn.attention_dropout = 0.5
+    loss, gradients = step(model, full())
+    assert model.model._liger_varlen.fallback_active
+    assert loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
 def test_a_hook_within_runs_the_model_s_own(masks):

@@ -17,7 +17,7 @@ from image_models import image_batch, image_model
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCAB
 from transformers.models.llama import modeling_llama
-from varlen_batches import RerunRecorder, batch, model_of
+from varlen_batches import RerunRecorder, batch, checkpointed_as_in_torch_2_11, model_of
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import decide
@@ -26,6 +26,7 @@ from liger_trainer.varlen.graphs.graph_recorder import CudaGraphRecorder
 from liger_trainer.varlen.graphs.snapshot import Snapshot
 from liger_trainer.varlen.graphs.static_batch import TokenBatch, round_up
 from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
+from liger_trainer.varlen.rows import NotForRows, StaticRows
 
 SIZES = ((7, 1, 11, 12), (9, 3, 12, 10), (5, 6, 7, 8), (12, 12, 12, 12))
 BIG = (20, 20, 20, 20)  # tokens of another size
@@ -1042,6 +1043,19 @@ def test_a_capture_that_fails_loses_nothing(device):
     assert torch.rand(4, device=device).std() > 0
     pair.step(SIZES[1])
     pair.step(SIZES[2])
+
+
+def test_a_checkpointed_layer_that_raises_in_a_capture(monkeypatch):
+    """In fp32 on a GPU, rows attend one after the other. That needs their lengths on the host."""
+
+    def unknown(rows):
+        raise NotForRows("its attention needs lengths on the host")
+
+    monkeypatch.setattr(StaticRows, "lengths", property(unknown))
+    pair = Pair(checkpointed_as_in_torch_2_11(model_of()), "cpu")
+    for lengths in SIZES:
+        pair.step(lengths)
+    assert pair.summary["calls_not_captured"]["its attention needs lengths on the host"] == 3
 
 
 def test_no_capture_where_memory_is_short():
