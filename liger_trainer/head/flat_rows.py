@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_trainer.head.targets import head_targets, token_positions
+from liger_trainer.patching.core.probe import one_thread
 from liger_trainer.varlen.host_copies import sent, values_of
 
 _READ = ("input_ids", "labels", "position_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")  # fields of a batch
@@ -49,6 +50,7 @@ class FlatRows(NamedTuple):
         )
 
 
+@one_thread()
 def flat_rows(inputs: dict[str, Any]) -> FlatRows:
     """Find the real tokens of a batch and the documents that they belong to, by `token_positions`.
 

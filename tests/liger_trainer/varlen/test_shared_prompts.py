@@ -256,27 +256,32 @@ def test_the_last_token_of_a_prompt_stays_private():
     assert layout.longest_row == 16
 
 
-class Operations(TorchDispatchMode):
-    """Lists the operations that PyTorch runs."""
+class Threads(TorchDispatchMode):
+    """Lists how many threads each operation may use."""
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.counts = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
+        self.counts.append(torch.get_num_threads())
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_planning_indexes_nothing_by_a_tensor(halves):
-    """Such an operation starts all threads of the host: 18 ms with 32 cores, while the GPU waits."""
-    call = batch(side="right") | {"use_cache": False}
-    with Operations() as operations:
-        plan = plan_batch(model_of().config, call, sharing=ALWAYS._replace(halves=halves))
-    assert plan.saved
-    assert "masked_select" in operations.names
-    assert not {"index", "index_put_", "take"} & set(operations.names)
+def test_planning_takes_one_thread(halves):
+    """Waking all threads of a host takes longer than what they do, and the GPU waits."""
+    config, call = model_of().config, batch(side="right") | {"use_cache": False}
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Threads() as threads:
+            plan = plan_batch(config, call, sharing=ALWAYS._replace(halves=halves))
+        assert plan.saved
+        assert set(threads.counts) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_rule_asks_for_prefix_saving_and_part():
