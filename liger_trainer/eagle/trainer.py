@@ -23,6 +23,7 @@ from liger_trainer.head.frozen import as_served
 from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.head.request import HeadRequest, run_request
 from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
+from liger_trainer.varlen.host_copies import sent
 from liger_trainer.varlen.taps import tapped
 
 # What a drafter computes depends on these too, though its weights have the same shapes.
@@ -71,7 +72,7 @@ class LigerEagleTrainer(LigerHeadsTrainer):
 
     def _finish_init(self) -> None:
         super()._finish_init()
-        check_setup(self.accelerator, self.train_dataset)
+        check_setup(self.accelerator, self.model, self.train_dataset)
         lm_head_of(self.model)
         self._target_layers = decoder_layers(self.model)
         drafter = attach_drafter(self.model, self._initial_drafter())
@@ -138,7 +139,7 @@ class LigerEagleTrainer(LigerHeadsTrainer):
         logits = outputs.logits
         if not isinstance(logits, DeferredLogits) or logits.is_materialized:
             raise ValueError(f"A drafter needs the input of the LM head, but {head_reason(self.model)}.")
-        weights = [args.eagle_decay**k for k in range(args.eagle_steps)]
+        weights = torch.tensor([args.eagle_decay**k for k in range(args.eagle_steps)], device="cpu")
         score = partial(
             self._batch_loss,
             self._drafter,
@@ -146,7 +147,7 @@ class LigerEagleTrainer(LigerHeadsTrainer):
             torch.cat([rows.of(x) for x in tapped_states], -1),
             embedding_of(self.model),
             bool(args.gradient_checkpointing) and self.model.training,
-            row_weight=torch.tensor(weights, device=logits.device),
+            row_weight=sent(weights, logits.device),
         )
         loss, *sums = logits.fused(score, targets[1:])
         return {"loss": loss, "sums": torch.stack([s.float() for s in sums])}

@@ -3,12 +3,28 @@
 from typing import Any
 
 from accelerate import DistributedType
+from torch import nn
+
+from liger_trainer.patching.core.modules import is_spread
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
-def sharding_reason(accelerator: Any) -> str | None:
-    """Return what the launch splits over ranks and what to do, for the end of an error. None if it splits nothing."""
+def spread_reason(model: nn.Module) -> str | None:
+    """Return what to do if the layers of `model` lie on several devices, for the end of an error; else None."""
+    if not is_spread(model):
+        return None
+    return (
+        "device_map has spread the model over several devices. Set device_map to null in model_init_kwargs, or launch "
+        "one process for each GPU."
+    )
+
+
+def sharding_reason(accelerator: Any, model: nn.Module) -> str | None:
+    """Return what the launch splits and what to do, for the end of an error. None if it splits nothing."""
+    spread = spread_reason(model)
+    if spread is not None:
+        return spread
     if accelerator.distributed_type not in _PLAIN:
         launch = accelerator.distributed_type.value
         return f"the launch is {launch}, which shards weights. Train in one process, or with DDP."

@@ -4,6 +4,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from liger_trainer.fp8 import feature as fp8_fields
+from liger_trainer.head.sharding import spread_reason
 from liger_trainer.medusa.config import LigerMedusaConfig
 from liger_trainer.medusa.heads import HEADS_NAME
 
@@ -25,6 +26,9 @@ def check_setup(model: nn.Module, args: LigerMedusaConfig, accelerator: Accelera
             "fp8 is asked for and the model is trained without adapters, but the Medusa loss needs the weights of all "
             "heads in 16-bit. Remove fp8, set medusa_stage to 1, or train adapters."
         )
+    spread = spread_reason(model)
+    if spread is not None:
+        raise ValueError(f"Medusa heads are trained, but {spread}")
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         raise ValueError(

@@ -23,6 +23,7 @@ from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.pinned_memory import PinnedMemory, host_bytes_allowed
 from liger_trainer.memory.planner import ActivationPlanner
 from liger_trainer.memory.summary import CheckpointingSummary
+from liger_trainer.patching.core.modules import is_spread
 
 AUTO = "auto"
 KNOWS_NEW_NAME = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -143,12 +144,19 @@ class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
 
 
 def _memory_of(trainer: CheckpointedTrainer) -> DeviceMemory | None:
-    """Return the memory that `auto` plans with; None without `auto`, or without a GPU."""
+    """Return the memory that `auto` plans with; None without `auto`, without a GPU, or for a model on several."""
     args = trainer.args
     if getattr(args, "activation_checkpointing", None) != AUTO:  # arguments of another class have no such field
         return None
     if trainer.device_memory is not None:
         return trainer.device_memory
+    if is_spread(trainer.model):
+        logger.warning(
+            "activation_checkpointing: auto goes by the memory of one GPU, but device_map has spread the model over "
+            "several devices, so every layer is checkpointed. Launch one process for each GPU, or set device_map to "
+            "null in model_init_kwargs."
+        )
+        return None
     if args.device.type == "cuda":
         return GpuMemory(args.device)
     if args.process_index == 0:
@@ -175,12 +183,13 @@ def _parse_options(options: dict[str, Any] | str) -> dict[str, Any]:
 def _inputs_on_host(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
     """Context manager: the inputs of checkpointed layers wait on the host."""
     model: nn.Module | None = None
+    memory = PinnedMemory(host_bytes_allowed(None))
 
     def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal model
         if model is None:  # with `model_init` the model is built when training begins
             model = trainer.model
-            switches.install(model, HostInputs(PinnedMemory(host_bytes_allowed(None))))
+            switches.install(model, HostInputs(memory))
         return step(*args, **kwargs)
 
     try:
@@ -188,6 +197,7 @@ def _inputs_on_host(trainer: CheckpointedTrainer) -> Iterator[StepRunner]:
     finally:
         if model is not None:
             switches.remove(model)
+        memory.release()
 
 
 def _keeps_inputs_on_host(trainer: CheckpointedTrainer) -> bool:

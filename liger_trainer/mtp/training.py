@@ -248,7 +248,7 @@ def _check(trainer: PredictorTrainer, wording: _Wording) -> None:
             f"{asked}, but the adapter trains the input embeddings, and the head would read the base's. Leave them out "
             f"of the adapter. Or: {remedy}."
         )
-    split = sharding_reason(trainer.accelerator)
+    split = sharding_reason(trainer.accelerator, model)
     if split is not None:
         raise ValueError(f"{asked}, but {split}")
     if trainer.args.label_smoothing_factor:

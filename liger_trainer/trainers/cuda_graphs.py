@@ -13,6 +13,7 @@ from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, FeatureTrainer, StepRunner
 from liger_trainer.head.module import base_model_of
 from liger_trainer.memory.device_memory import is_out_of_memory
+from liger_trainer.patching.core.modules import is_spread
 from liger_trainer.varlen.decide import bound_backbone
 from liger_trainer.varlen.graphs.capture_summary import CaptureSummary
 from liger_trainer.varlen.graphs.step_graphs import StepGraphs, use_graphs
@@ -151,7 +152,7 @@ def uncaptured_reason(trainer: CapturedTrainer) -> str | None:
         return f"it trains on {args.device.type}, and CUDA graphs need a CUDA GPU"
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.num_processes > 1:
         return "several processes train, and they exchange gradients during the backward pass"
-    if args.n_gpu > 1 or len(set((getattr(trainer.model, "hf_device_map", None) or {"": 0}).values())) > 1:
+    if args.n_gpu > 1 or (trainer.model is not None and is_spread(trainer.model)):
         return "the model is spread over several devices"
     reason = arguments_reason(args)
     if reason is not None:

@@ -292,7 +292,15 @@ SETUPS = [
 def test_launches_that_would_train_or_save_wrongly(own, message):
     accelerator = SimpleNamespace(**({"distributed_type": DistributedType.NO, "parallelism_config": None} | own))
     with pytest.raises(ValueError, match=message):
-        check_setup(accelerator, None)
+        check_setup(accelerator, tiny_model("llama"), None)
+
+
+def test_a_model_on_several_devices():
+    accelerator = SimpleNamespace(distributed_type=DistributedType.NO, parallelism_config=None)
+    model = tiny_model("llama")
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(ValueError, match="device_map has spread the model over several devices. Set device_map"):
+        check_setup(accelerator, model, None)
 
 
 def test_rows_that_cannot_be_counted(tmp_path):

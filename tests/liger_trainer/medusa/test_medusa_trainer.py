@@ -350,6 +350,13 @@ def test_launches_that_would_train_or_save_wrongly(own, state, message, tmp_path
         check_setup(trainer.model, trainer.args, accelerator)
 
 
+def test_a_model_on_several_devices(tmp_path):
+    trainer = medusa_trainer(tiny_model("llama"), tmp_path)
+    trainer.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(ValueError, match="Medusa heads are trained, but device_map has spread the model"):
+        check_setup(trainer.model, trainer.args, trainer.accelerator)
+
+
 def test_arguments_of_another_class(tmp_path):
     from liger_trainer import LigerMedusaTrainer
 

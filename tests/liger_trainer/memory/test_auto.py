@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tiny_models import tiny_model
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import LigerTrainer
+from liger_trainer.memory import feature
 from liger_trainer.memory.device_memory import GIB, RESERVE
 from liger_trainer.memory.switches import Switch
 
@@ -26,6 +28,15 @@ def runs(tmp_path_factory):
         trainer = build(tmp_path_factory.mktemp("run"), checkpointing, memory)
         found[checkpointing] = (*train(trainer), memory.highest)
     return found
+
+
+def test_a_model_on_several_devices_checkpoints_every_layer(caplog):
+    """`auto` would count the memory of the first GPU alone, and keep every layer on the others."""
+    model = tiny_model("llama")
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    args = SimpleNamespace(activation_checkpointing="auto", device=torch.device("cuda"), process_index=0)
+    assert feature._memory_of(SimpleNamespace(args=args, device_memory=None, model=model)) is None
+    assert "device_map has spread the model over several devices, so every layer is checkpointed" in caplog.text
 
 
 def switches_in(model):

@@ -310,6 +310,14 @@ def test_launches_that_shard(monkeypatch, tmp_path):
             TrainedPredictor(trainer)
 
 
+def test_a_model_on_several_devices(tmp_path):
+    write_base(tmp_path / "base")
+    trainer = mtp_trainer(tmp_path / "base", tmp_path / "out")
+    trainer.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(ValueError, match="train_mtp is true, but device_map has spread the model"):
+        TrainedPredictor(trainer)
+
+
 def test_trainers_of_other_heads_refuse_it(tmp_path):
     args = LigerMedusaConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, train_mtp=True)
     with pytest.raises(
