@@ -20,6 +20,7 @@ class FlatRows(NamedTuple):
         positions (`torch.Tensor`): (T,) int64, in its document.
         offsets (`torch.Tensor`): (documents + 1,) int32: where each document begins, and T.
         lengths (`list[int]`): Tokens of each document.
+        size (`int`): B * S.
     """
 
     places: torch.Tensor
@@ -27,6 +28,7 @@ class FlatRows(NamedTuple):
     positions: torch.Tensor
     offsets: torch.Tensor
     lengths: list[int]
+    size: int
 
     @property
     def longest(self) -> int:
@@ -42,7 +44,7 @@ class FlatRows(NamedTuple):
         flat = x.flatten(0, 1)
         if len(flat) == len(self.places):
             return flat
-        if len(flat) > int(self.places[-1]):
+        if len(flat) == self.size:
             return flat[self.places]
         raise ValueError(
             f"A layer of the model sees {tuple(x.shape)}, and the batch has {len(self.places)} real tokens. Set "
@@ -75,7 +77,7 @@ def flat_rows(inputs: dict[str, Any]) -> FlatRows:
     tensors = places, ids.flatten().index_select(0, places), positions, offsets
     if ids.device != inputs["input_ids"].device:
         tensors = tuple(sent(x, inputs["input_ids"].device) for x in tensors)
-    return FlatRows(*tensors, lengths)
+    return FlatRows(*tensors, lengths, ids.numel())
 
 
 def one_row(ids: torch.Tensor) -> FlatRows:

@@ -275,10 +275,15 @@ def kto_loss(
     losses = weights * torch.sigmoid(-signs * beta * (ratios - kl))
     metrics = {"kl": kl}
     for kind, rows in (("chosen", desirable), ("rejected", ~desirable)):
-        metrics[f"rewards/{kind}"] = beta * ratios.detach()[rows].mean()
-        metrics[f"logps/{kind}"] = logps.detach()[rows].mean()
+        metrics[f"rewards/{kind}"] = beta * _mean_of(ratios.detach(), rows)
+        metrics[f"logps/{kind}"] = _mean_of(logps.detach(), rows)
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     return _reduced(losses, reduction), metrics
+
+
+def _mean_of(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean of `values` (B,) where `rows` (B,) is true, or NaN. The host does not wait for the GPU."""
+    return torch.where(rows, values, 0.0).sum() / rows.sum()
 
 
 def _checked(beta: float, **named: torch.Tensor) -> list[torch.Tensor]:

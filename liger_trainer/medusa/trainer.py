@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, he
 from liger_trainer.medusa.init_checks import check_setup
 from liger_trainer.medusa.loss import heads_loss
 from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
+from liger_trainer.varlen.host_copies import remember, sent, values_of
 
 
 class LigerMedusaTrainer(LigerHeadsTrainer):
@@ -148,7 +150,7 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
             call["output_router_logits"] = True
         request = HeadRequest(logits_consumer=partial(self._scores, targets=targets, weight=weight))
         # The other heads have no targets in padding.
-        scores = run_request(model, request, **call, shift_labels=targets[0])
+        scores = run_request(model, request, **call, shift_labels=_labels_of_head(inputs, targets))
 
         loss = self._per_label(scores["loss"], targets[0], num_items_in_batch)
         if "aux_loss" in scores:  # it is a mean over the micro-batch, as in SFTTrainer
@@ -169,10 +171,8 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
             also `aux_loss` () where the model has one.
         """
         args, joint = self.args, self.args.medusa_stage == 2
-        by_head = torch.tensor(  # before the forward pass, because creating it waits for the device
-            [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)],
-            device=targets.device,
-        )
+        weights = [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)]
+        by_head = sent(torch.tensor(weights, device="cpu"), targets.device)
         with nullcontext() if joint else as_served(base_model_of(self.model)):
             outputs = run()
         logits = outputs.logits
@@ -229,3 +229,12 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
                 load()
         saved = MedusaHeads.from_pretrained(checkpoint).state_dict()
         set_model_state_dict(self._heads, saved, options=StateDictOptions(full_state_dict=True))
+
+
+def _labels_of_head(inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
+    """Return the targets of the LM head, (B, S). The host knows them if it knows the labels, so that nothing waits."""
+    first = targets[0]
+    (labels,) = values_of(inputs["labels"])
+    if labels.device.type == "cpu" and first.device.type != "cpu":
+        remember(first, F.pad(labels[:, 1:], (0, 1), value=-100))
+    return first

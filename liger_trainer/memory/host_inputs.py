@@ -131,7 +131,7 @@ class HostInputs:
     def __call__(self, switch: Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call the layer of `switch`."""
         given = _without_option(switch.checkpointed)
-        hidden = args[0]
+        hidden: Any = args[0] if args else None  # Llama 4's vision encoder passes all of them by name
         plain = torch.is_grad_enabled() and active_saved_tensor_hooks() is None and not torch.compiler.is_compiling()
         plain = plain and options_of(given) is not None
         if not plain or getattr(hidden, "ndim", 0) < 2 or not hidden.is_floating_point():

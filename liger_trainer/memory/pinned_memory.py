@@ -21,7 +21,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def _pinned(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Slot:

@@ -381,6 +381,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
             init_checks.refuse_adapters_without_parameters(self.model)
         if self.uses_fused_head and self.overrides_compute_loss:
             logger.info(self._advice_on_logits())
-        if self.uses_fused_head and self.compute_loss_func is not None:
+        # Not a text: with transformers 5.17 TRL sets one for GRPO, so that the trainer does not scale the loss again.
+        if self.uses_fused_head and callable(self.compute_loss_func):
             also = " and TRL's metrics cost a second forward" if self.stock_class() is not Trainer else ""
             logger.info(f"compute_loss_func gets logits, so they are built{also}. Override token_loss to avoid that.")

@@ -20,6 +20,8 @@ _REMEMBERED = (
     "labels",
     "shift_labels",
     "input_ids",
+    "seq_idx",
+    "cu_seq_lens_q",
     "mm_token_type_ids",
     "image_grid_thw",
     "video_grid_thw",

@@ -69,9 +69,11 @@ class CudaGraphRecorder:
     def warm_up(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            yield
-        current.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:  # also after an exception: what was launched before it still reads memory of the current stream
+            current.wait_stream(self.stream)
 
     def record(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if not self._in_pool:

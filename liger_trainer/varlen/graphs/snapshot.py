@@ -51,7 +51,8 @@ _UNREAD_CONTAINERS = {
 # Attributes that transformers replaces without a change that a replay could see. TRL switches checkpointing off and on
 # around each call of a reference model. That replaces the notes about hooks, and `_CHECKPOINT`, a partial, by one with
 # the same function and arguments. A model of images sets `rope_deltas` in each call, which generation reads.
-_NOTES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
+_ROPE_DELTAS = "rope_deltas"
+_NOTES = ("_require_grads_hooks", "_require_grads_hook", _ROPE_DELTAS)
 _CHECKPOINT = "_gradient_checkpointing_func"
 _INCOMPARABLE = (RuntimeError, TypeError, ValueError)  # raised by `==` of containers with different tensors or arrays
 _MISSING = object()
@@ -77,6 +78,10 @@ class Snapshot:
         self._types = list(map(type, self.modules))
         self._running = [module for module in self.modules if type(module) not in _HOLDERS]
         self._attributes = [dict(vars(module)) for module in self._running]
+        self._with_rope_deltas = []
+        for module, before in zip(self._running, self._attributes, strict=True):
+            if _ROPE_DELTAS in before:
+                self._with_rope_deltas.append((vars(module), before))
         self._holder_states = [vars(module) for module in self.modules if type(module) in _HOLDERS]
         self._in_holders = list(map(_what_is_held, self._holder_states))
 
@@ -153,6 +158,8 @@ class Snapshot:
             return False
 
     def _is_unchanged(self) -> bool:
+        for now, before in self._with_rope_deltas:  # `==` of two tensors of one element waits for the GPU
+            before[_ROPE_DELTAS] = now.get(_ROPE_DELTAS)
         # `all` and `any` get lists on purpose: a generator would be resumed for each element.
         return (
             self._process == process_state()

@@ -9,6 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_trainer import apply_liger
 from liger_trainer.memory import switches
@@ -165,3 +167,39 @@ def _as_they_are(rows):
         padded = [torch.nn.functional.pad(row[name], (0, longest - len(row[name])), value=value) for row in rows]
         batch[name] = torch.stack(padded)
     return batch
+
+
+class ByName(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, hidden_states):
+        return self.linear(hidden_states).relu()
+
+
+class Encoder(PreTrainedModel):
+    config_class = LlamaConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = torch.nn.ModuleList([ByName(), ByName()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(hidden_states=x)
+        return x
+
+
+def test_layers_that_get_all_their_inputs_by_name(inputs):
+    """Llama 4's vision encoder calls its layers so. Their inputs stay on the GPU."""
+    torch.manual_seed(0)
+    model = Encoder(LlamaConfig()).to(DEVICE).train()
+    x = torch.randn(4, 16, 8, device=DEVICE)
+    want = torch.autograd.grad(model(x).sum(), model.layers[0].linear.weight)
+    model.gradient_checkpointing_enable(OPTIONS)
+    switches.install(model, HostInputs(host()))
+    got = torch.autograd.grad(model(x).sum(), model.layers[0].linear.weight)
+    assert torch.equal(got[0], want[0])
+    assert inputs == []

@@ -9,6 +9,7 @@ import gc
 import itertools
 import random
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -1056,6 +1057,34 @@ def test_a_checkpointed_layer_that_raises_in_a_capture(monkeypatch):
     for lengths in SIZES:
         pair.step(lengths)
     assert pair.summary["calls_not_captured"]["its attention needs lengths on the host"] == 3
+
+
+def test_the_stream_of_a_capture_is_waited_for_after_an_exception(monkeypatch):
+    """What was launched there still reads memory that the current stream may use again."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=waited.append))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    recorder = CudaGraphRecorder.__new__(CudaGraphRecorder)
+    recorder.device, recorder.stream = torch.device("cuda"), SimpleNamespace(wait_stream=lambda stream: None)
+    with pytest.raises(NotForRows), recorder.warm_up():
+        raise NotForRows("a layer attends in chunks")
+    assert waited == [recorder.stream]
+
+
+def test_rope_deltas_are_not_compared(monkeypatch):
+    """A model of images sets them in each call. `==` of two tensors of one element would wait for the GPU."""
+    model = model_of()
+    model.rope_deltas = torch.ones(1, 1)
+    snapshot = Snapshot(list(model.modules()))
+    compared = []
+    own = torch.Tensor.__eq__
+    monkeypatch.setattr(torch.Tensor, "__eq__", lambda x, other: compared.append(x) or own(x, other))
+    for value in (torch.ones(1, 1), torch.zeros(1, 1), None):
+        model.rope_deltas = value
+        assert snapshot.holds()
+    assert compared == []
+    model.rope_base = 1
+    assert not snapshot.holds()
 
 
 def test_no_capture_where_memory_is_short():
