@@ -408,12 +408,14 @@ def _why_recomputed_differs(own, ours, batches, proven: unpadded_backbone.Backbo
     reason = None
     for reentrant in (False, True) if ours.supports_gradient_checkpointing else ():
         for model in (own, ours):  # both, because with use_reentrant stock loses gradients of router logits
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": reentrant})
         for what, batch, stock_batch in batches:
             what = f"{what}, recomputed in the backward pass (use_reentrant={reentrant})"
             reason = reason or _differs(ours, batch, run(own, stock_batch), what, proven.attention_kinds)
         for model in (own, ours):
-            model.gradient_checkpointing_disable()
+            disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+            disable()
     return reason
 
 
