@@ -202,7 +202,8 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
             prefix = f"{HEADS_NAME}."
             heads_state = {name.rpartition(prefix)[2]: tensor for name, tensor in state_dict.items() if prefix in name}
             model_state = {name: tensor for name, tensor in state_dict.items() if prefix not in name}
-        if self.args.should_save:
+        is_dummy = state_dict is not None and not state_dict  # DeepSpeed's, without gathered weights; deleted at once
+        if self.args.should_save and not is_dummy:
             self._heads.save_pretrained(os.path.join(output_dir, HEADS_FOLDER), heads_state)
         if self.args.medusa_stage == 2:
             with heads_detached(self.model):

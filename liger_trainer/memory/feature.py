@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +77,7 @@ class CheckpointingArguments(Protocol):
     torch_compile: bool
     device: torch.device
     process_index: int
+    ddp_timeout: int
 
 
 class CheckpointedTrainer(FeatureTrainer, Protocol):
@@ -125,7 +127,8 @@ class Checkpointing(Feature[CheckpointingArguments, CheckpointedTrainer]):
         args = trainer.args
         memory = _memory_of(trainer)
         if memory is not None:
-            planner = ActivationPlanner(memory, args.memory_budget, args.host_memory_budget)
+            timeout = timedelta(seconds=args.ddp_timeout)
+            planner = ActivationPlanner(memory, args.memory_budget, args.host_memory_budget, timeout=timeout)
             trainer.checkpointing = planner.summary
             try:
 

@@ -7,6 +7,7 @@ carries them out.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class ActivationPlanner:
         budget (`float`, *optional*): GiB of it. By default, all but a reserve.
         host_budget (`float`, *optional*): GiB of the host's memory for activations. By default, a part of what is free.
         warm (`bool`): Whether the first micro-batch is like all others, and compiles no kernels.
+        timeout (`timedelta`, *optional*): How long ranks wait for each other. By default, as long as PyTorch lets them.
     """
 
     def __init__(
@@ -96,11 +98,12 @@ class ActivationPlanner:
         budget: float | None,
         host_budget: float | None = None,
         warm: bool = False,
+        timeout: timedelta | None = None,
     ):
         self.memory = memory
         self.summary = summary.CheckpointingSummary(budget)
         self._budget = Budget(budget)
-        self._ranks = Ranks()
+        self._ranks = Ranks(timeout)
         self._transport = memory.transport(host_budget)
         self._measurements = Measurements()
         self._last = LastMicroBatch(memory.retries())

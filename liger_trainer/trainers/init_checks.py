@@ -64,6 +64,7 @@ class OwnLossTrainer(Protocol):
     """
 
     args: Any
+    accelerator: Any
     model: nn.Module
     token_outputs: tuple[str, ...]
 
@@ -164,6 +165,12 @@ def refuse_unfit_for_own_loss(trainer: OwnLossTrainer) -> None:
     if why is not None:
         raise ValueError(
             f"{name} overrides token_loss, which needs the fused LM head, but {why}. Override compute_loss instead."
+        )
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallel is not None and parallel.sp_enabled:
+        raise ValueError(
+            f"{name} overrides token_loss, but with sp_size {parallel.sp_size} transformers computes the stock loss of "
+            "each rank's part of a row instead. Set sp_size to 1, or override compute_loss."
         )
     why = _why_not_next_tokens(trainer.model)
     if why is not None:

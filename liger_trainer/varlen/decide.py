@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from liger_trainer.patching.core.binding import Binding
 from liger_trainer.patching.core.hooks import hook_on, with_hooks
@@ -26,6 +27,7 @@ from liger_trainer.varlen.randomness import what_is_random
 from liger_trainer.varlen.rows import AttentionKind
 from liger_trainer.varlen.unpad_plan import UnpadPlan
 from liger_trainer.varlen.unpadded_backbone import COMPUTES_PADDING, BackboneBinding, MixedRows
+from liger_triton.shared_attention import why_not
 
 # They only make inputs require gradients. Other hooks of PEFT choose an adapter for each row, so they see rows.
 HARMLESS_HOOKS = (
@@ -132,6 +134,9 @@ def _why_unshared(asked: BackboneCall, plan: UnpadPlan) -> str | None:
     assert asked.sharing is not None, "the plan was made with it"
     if asked.bound.sharing.never is not None:
         return asked.bound.sharing.never
+    why = _why_attention_cannot_share(asked)
+    if why is not None:
+        return why
     # Equal image tokens may stand for different images.
     if base_of(asked.model) is not asked.backbone:
         return "the model takes images too"
@@ -140,6 +145,26 @@ def _why_unshared(asked: BackboneCall, plan: UnpadPlan) -> str | None:
         if is_captured_unshared and _why_never_captured(asked, shares=True) is not None:
             return "steps of few tokens are faster as CUDA graphs, and with windows, graphs cannot share prompts"
     return what_is_random(asked.model, without_head(asked.model))
+
+
+def _why_attention_cannot_share(asked: BackboneCall) -> str | None:
+    """Return why the attention of shared rows cannot run in this call, or None.
+
+    A layer would find that out too, and the call would be made again. Under FSDP and ZeRO-3 it would then gather
+    weights that other ranks, whose rows share nothing, do not gather.
+    """
+    device = asked.call["input_ids"].device
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    elif isinstance(asked.backbone, FSDPModule):
+        dtype = torch.bfloat16  # its policy may cast weights, so their dtype says nothing
+    else:
+        dtype = asked.model.dtype
+    for width in sorted(asked.bound.head_widths):
+        why = why_not(torch.empty(0, 1, width, dtype=dtype, device=device))
+        if why is not None:
+            return why
+    return None
 
 
 _ROWS_UNKNOWN = Reason("its rows are not known")

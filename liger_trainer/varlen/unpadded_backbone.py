@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from liger_trainer.patching.core.binding import Binding, SupportsGuardCheck, call_previous, in_place_of
+from liger_trainer.patching.core.modules import modules_of
 from liger_trainer.varlen.graphs.input_embeddings import Embedded
 from liger_trainer.varlen.rows import AttentionKind, NotForRows, use_rows
 from liger_trainer.varlen.shared_prompts import SharedPrompts
@@ -87,6 +88,17 @@ class BackboneBinding(Binding):
         self.proven, self.state_forward = proven, state_forward
         self.sharing = SharedPrompts(proven.no_sharing_reason)
         self.known = dict(proven.forwards)  # other modules that turn out to be harmless are added
+
+    @functools.cached_property
+    def head_widths(self) -> set[int]:
+        """Return the widths of queries that its attention layers name."""
+        widths = set()
+        for module in modules_of(self.module.to()):
+            # With multi-head latent attention, `head_dim` is the part that is rotated.
+            width = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+            if isinstance(width, int):
+                widths.add(width)
+        return widths
 
 
 @functools.cache

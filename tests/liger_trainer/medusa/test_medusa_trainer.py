@@ -350,6 +350,16 @@ def test_launches_that_would_train_or_save_wrongly(own, state, message, tmp_path
         check_setup(trainer.model, trainer.args, accelerator)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_save_without_gathered_weights(stage, tmp_path):
+    """DeepSpeed's ZeRO-3 asks for one before its own checkpoint, and deletes the file."""
+    trainer = medusa_trainer(tiny_model("llama"), tmp_path, medusa_stage=stage)
+    trainer._save(str(tmp_path / "dummy"), state_dict={})
+    assert not (tmp_path / "dummy" / "medusa_heads").exists()
+    trainer._save(str(tmp_path / "whole"))
+    assert (tmp_path / "whole" / "medusa_heads").is_dir()
+
+
 def test_a_model_on_several_devices(tmp_path):
     trainer = medusa_trainer(tiny_model("llama"), tmp_path)
     trainer.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}

@@ -1,6 +1,7 @@
 """A custom loss by overriding `token_loss`: the same on both trainers, independent of splits, and without logits."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, Trainer
 from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
+from liger_trainer.trainers import init_checks
 
 
 class Focal:
@@ -186,6 +188,19 @@ def test_the_router_s_loss_is_added_to_an_own_loss(ours, stock, split, model_typ
     assert_same_numbers(got, want)
     without, _ = run(stock, tiny_model(model_type, **{**EXPERTS, "router_aux_loss_coef": 0.0}), tmp_path, split)
     assert ((want - without)[:, 0] > 0.05).all(), "the router's loss is too small to be missed"
+
+
+def test_sequence_parallelism_is_refused():
+    """transformers takes the stock loss of each part there, without a word."""
+    split = SimpleNamespace(sp_enabled=True, sp_size=2)
+    trainer = SimpleNamespace(
+        token_outputs=(),
+        unfused_reason=lambda model: None,
+        model=None,
+        accelerator=SimpleNamespace(parallelism_config=split),
+    )
+    with pytest.raises(ValueError, match="overrides token_loss, but with sp_size 2 transformers computes the stock"):
+        init_checks.refuse_unfit_for_own_loss(trainer)
 
 
 def encoder_decoder():

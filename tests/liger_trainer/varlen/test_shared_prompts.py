@@ -192,6 +192,18 @@ def test_positions_of_the_caller_are_not_shared(tokens):
     assert refused(model, call, tokens) == []
 
 
+def test_heads_that_cannot_share_are_seen_before_the_first_layer(tokens):
+    """Under FSDP and ZeRO-3, a call that is made again would gather weights that other ranks do not gather."""
+    model = model_of(head_dim=264)
+    want = step(model, batch())
+    sharing(model)
+    assert BackboneBinding.of(backbone_of(model)).head_widths == {264}
+    tokens.clear()
+    assert_same_step(step(model, batch()), want)
+    assert tokens == [TOKENS]
+    assert shared_by(model).unshared == {"its heads are wider than 256": 1}
+
+
 def test_a_call_that_fails_on_shared_rows_is_made_without(monkeypatch, tokens):
     """A layer finds out. The call is made again, and later calls do not try."""
     monkeypatch.setattr("liger_trainer.varlen.shared_rows.why_not", lambda query: "its heads are odd")
