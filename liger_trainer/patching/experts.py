@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations import moe
 
+from liger_trainer._logging import logger
 from liger_trainer.lora.peft_state import active_adapters, is_linear
 from liger_trainer.patching.core import probe
 from liger_trainer.patching.core.binding import Binding, is_bound, own_class
@@ -29,6 +30,7 @@ from liger_trainer.patching.core.hooks import comes_from, has_hooks, replaced_fo
 from liger_trainer.patching.core.pattern import PLAIN_TENSORS, PatchPattern, Proof, names_of, slot_of
 from liger_trainer.patching.gates import SCALES, Gate, candidates, limits_of, with_limits
 from liger_triton import ExpertLoRA, experts
+from liger_triton._routed import most_rank
 
 _IMPLEMENTATIONS = {  # by their names in the config, and what transformers has registered for them
     "eager": None,
@@ -453,6 +455,9 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
                 if not is_linear(layer) or layer.bias is not None or has_hooks(layer):
                     return None
         pairs = [_factors(part.a.weight, part.b.weight, block.num_experts) for part in parts]
+        rank = sum(a.shape[1] for a, _ in pairs)
+        if not _fits(rank, pairs[0][0].device):
+            return None
         if len(pairs) == 1:
             loras[state["parameter_name"]] = ExpertLoRA(*pairs[0], parts[0].scaling)
         else:
@@ -460,6 +465,17 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
             b = torch.cat([part.scaling * b for (_, b), part in zip(pairs, parts, strict=True)], 2)
             loras[state["parameter_name"]] = ExpertLoRA(a, b, 1.0)
     return loras
+
+
+def _fits(rank: int, device: torch.device) -> bool:
+    """Return whether our kernels add LoRA of this rank on `device`. If not, warn once."""
+    if device.type != "cuda" or rank <= most_rank(device):
+        return True
+    logger.warning_once(
+        f"LoRA of rank {rank} on experts runs in PEFT's code, because this GPU has shared memory for rank "
+        f"{most_rank(device)}. Lower `r` to that for the fused kernels."
+    )
+    return False
 
 
 def _factors(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -109,6 +109,29 @@ def test_adapters_on_experts(model_type, parameters, monkeypatch):
     assert len(seen) == len(blocks(model)) and len(given) == len(parameters)
 
 
+def test_adapters_of_a_rank_that_the_gpu_has_no_room_for(monkeypatch):
+    """PEFT's code runs. An A100 has room for rank 128, an H100 for 256."""
+    want = step(model_of(PLAIN, "qwen3_moe", adapted()))
+    model = model_of(PLAIN, "qwen3_moe", adapted())
+    apply_liger(model)
+    seen = count_calls(monkeypatch)
+    monkeypatch.setattr(patterns, "_fits", lambda rank, device: rank < 3)
+    assert_same_step(step(model), want, "fp32")
+    assert seen == []
+
+
+def test_the_largest_rank_of_a_gpu(monkeypatch, caplog):
+    gpu = torch.device("cuda", 0)
+    for kib, rank in ((64, 64), (99, 128), (163, 128), (227, 256)):  # T4, RTX 4090, A100, H100
+        monkeypatch.setattr("liger_triton._routed.shared_memory", lambda device, kib=kib: (kib << 10) - 2048)
+        assert patterns.most_rank(gpu) == rank
+    assert patterns._fits(256, gpu)
+    assert not caplog.text
+    assert not patterns._fits(257, gpu)
+    assert "LoRA of rank 257 on experts runs in PEFT's code" in caplog.text
+    assert patterns._fits(1000, torch.device("cpu"))
+
+
 def two_adapters(model):
     model = adapted()(model)
     torch.manual_seed(4)
