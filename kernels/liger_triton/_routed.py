@@ -717,15 +717,6 @@ def _block(
     return options | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "num_warps": 8, "num_stages": stages}
 
 
-def most_rank(device: torch.device) -> int:
-    """Return the largest rank of a low-rank product that kernels add in 16 bits on `device`: a power of two.
-
-    A program holds all ranks of its tile of 128 x 256 in shared memory.
-    """
-    ranks = shared_memory(device) // (2 * (128 + 256))
-    return 1 << ranks.bit_length() - 1
-
-
 def _row_tiles(routing: Routing, block_m: int) -> int:
     """Return how many row tiles the worst distribution over the experts needs."""
     pairs = routing.pairs.shape[0]

@@ -34,7 +34,7 @@ import torch
 from . import reference
 from ._autograd import graph_is_kept, once_differentiable, without_memory
 from ._dispatch import is_wrapped, kernel_op, no_autocast, runs_triton
-from ._launch import as_dtype, not_among
+from ._launch import as_dtype, not_among, shared_memory
 from ._routed import (
     GateForm,
     Low,
@@ -53,6 +53,15 @@ from .gates import ACTIVATIONS, UNCHANGED
 
 Packed: TypeAlias = MXFP4Weight | Float8Matrices
 _INPUTS = ("x", "share", "w", "v", "b", "c", "a_w", "b_w", "a_v", "b_v")
+
+
+def most_rank(device: torch.device) -> int:
+    """Return the largest rank of a low-rank product that kernels add in 16 bits on `device`: a power of two.
+
+    A program holds all ranks of its tile of 128 x 256 in shared memory.
+    """
+    ranks = shared_memory(device) // (2 * (128 + 256))
+    return 1 << ranks.bit_length() - 1
 
 
 class ExpertLoRA(NamedTuple):

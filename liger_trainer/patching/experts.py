@@ -30,7 +30,7 @@ from liger_trainer.patching.core.hooks import comes_from, has_hooks, replaced_fo
 from liger_trainer.patching.core.pattern import PLAIN_TENSORS, PatchPattern, Proof, names_of, slot_of
 from liger_trainer.patching.gates import SCALES, Gate, candidates, limits_of, with_limits
 from liger_triton import ExpertLoRA, experts
-from liger_triton._routed import most_rank
+from liger_triton.experts import most_rank
 
 _IMPLEMENTATIONS = {  # by their names in the config, and what transformers has registered for them
     "eager": None,

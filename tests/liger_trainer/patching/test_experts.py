@@ -122,8 +122,9 @@ def test_adapters_of_a_rank_that_the_gpu_has_no_room_for(monkeypatch):
 
 def test_the_largest_rank_of_a_gpu(monkeypatch, caplog):
     gpu = torch.device("cuda", 0)
+    most_rank_globals = patterns.most_rank.__globals__
     for kib, rank in ((64, 64), (99, 128), (163, 128), (227, 256)):  # T4, RTX 4090, A100, H100
-        monkeypatch.setattr("liger_triton._routed.shared_memory", lambda device, kib=kib: (kib << 10) - 2048)
+        monkeypatch.setitem(most_rank_globals, "shared_memory", lambda device, kib=kib: (kib << 10) - 2048)
         assert patterns.most_rank(gpu) == rank
     assert patterns._fits(256, gpu)
     assert not caplog.text
