@@ -22,6 +22,7 @@ from liger_trainer.medusa.files import HEADS_FOLDER
 from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of
 from liger_trainer.medusa.init_checks import check_setup
 from liger_trainer.medusa.loss import heads_loss
+from liger_trainer.trainers.base import is_dummy
 from liger_trainer.trainers.heads_trainer import LigerHeadsTrainer
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 
@@ -202,8 +203,7 @@ class LigerMedusaTrainer(LigerHeadsTrainer):
             prefix = f"{HEADS_NAME}."
             heads_state = {name.rpartition(prefix)[2]: tensor for name, tensor in state_dict.items() if prefix in name}
             model_state = {name: tensor for name, tensor in state_dict.items() if prefix not in name}
-        is_dummy = state_dict is not None and not state_dict  # DeepSpeed's, without gathered weights; deleted at once
-        if self.args.should_save and not is_dummy:
+        if self.args.should_save and not is_dummy(state_dict):
             self._heads.save_pretrained(os.path.join(output_dir, HEADS_FOLDER), heads_state)
         if self.args.medusa_stage == 2:
             with heads_detached(self.model):

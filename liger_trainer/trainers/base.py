@@ -53,6 +53,11 @@ def _are_overridden(methods: tuple[Callable[..., Any] | None, ...]) -> bool:
     return not all(method is None or comes_from(method, _LIBRARIES) for method in methods)
 
 
+def is_dummy(state_dict: dict | None) -> bool:
+    """Return whether a state dict is DeepSpeed's without gathered weights, whose file is deleted at once."""
+    return state_dict is not None and not state_dict
+
+
 class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
     """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss.
 
@@ -274,8 +279,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, ResumesInPass):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        is_dummy = state_dict is not None and not state_dict  # DeepSpeed's, without gathered weights; deleted at once
-        if self.args.should_save and not is_dummy:
+        if self.args.should_save and not is_dummy(state_dict):
             for feature in FEATURES:
                 feature.after_save(self, Path(output_dir or self.args.output_dir))
 
